@@ -1,0 +1,156 @@
+// The Python module _C: casts from integers to pointers, and the GIL released around each call.
+// dspark_ext/_backend.py is its only caller and checks every argument before it comes here.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "cpu/kernels.h"
+#ifdef DSPARK_HAVE_CUDA
+#include "cuda/kernels.h"
+#endif
+
+namespace py = pybind11;
+using namespace dspark;
+
+namespace {
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+void bind_cpu(py::module_& m) {
+  using namespace cpu;
+  using release = py::call_guard<py::gil_scoped_release>;
+
+  m.def("cpu_level", [] { return kernels().name; });
+  m.def("cpu_available_levels", [] { return available_levels(); });
+  m.def("cpu_chunk_scratch_bytes", &chunk_scratch_bytes, py::arg("columns"));
+  m.def("cpu_weighted_scratch_bytes", &weighted_scratch_bytes, py::arg("columns"), py::arg("wide"));
+  m.def(
+      "cpu_first_bad_id",
+      [](uintptr_t ids, uintptr_t active, int64_t rows, int64_t columns) {
+        return first_bad_id(pointer<const int64_t>(ids), pointer<const uint8_t>(active), rows,
+                            columns);
+      },
+      py::arg("ids"), py::arg("active"), py::arg("rows"), py::arg("columns"), release());
+  m.def(
+      "cpu_log_softmax",
+      [](const Rows& logits, uintptr_t ids, uintptr_t active, uintptr_t statistics,
+         uintptr_t log_prob, uintptr_t scratch, int threads) {
+        kernels().log_softmax({&logits, pointer<const int64_t>(ids), pointer<const uint8_t>(active),
+                               pointer<void>(statistics), pointer<void>(log_prob),
+                               pointer<void>(scratch), threads});
+      },
+      py::arg("logits"), py::arg("ids"), py::arg("active"), py::arg("statistics"),
+      py::arg("log_prob"), py::arg("scratch"), py::arg("threads"), release());
+  m.def(
+      "cpu_l1_distance",
+      [](const Rows& draft, const Rows& target, uintptr_t active, uintptr_t draft_statistics,
+         uintptr_t target_statistics, uintptr_t l1, uintptr_t s, uintptr_t scratch, int threads) {
+        kernels().l1_distance({&draft, &target, pointer<const uint8_t>(active),
+                               pointer<const void>(draft_statistics),
+                               pointer<const void>(target_statistics), pointer<void>(l1),
+                               pointer<double>(s), pointer<void>(scratch), threads});
+      },
+      py::arg("draft"), py::arg("target"), py::arg("active"), py::arg("draft_statistics"),
+      py::arg("target_statistics"), py::arg("l1"), py::arg("s"), py::arg("scratch"),
+      py::arg("threads"), release());
+  m.def(
+      "cpu_gradient",
+      [](const Rows& draft, const Rows* target, uintptr_t ids, uintptr_t active,
+         uintptr_t draft_statistics, uintptr_t target_statistics, uintptr_t s,
+         uintptr_t ce_coefficient, uintptr_t l1_coefficient, const Rows& gradient, int threads) {
+        kernels().gradient({&draft, target, pointer<const int64_t>(ids),
+                            pointer<const uint8_t>(active), pointer<const void>(draft_statistics),
+                            pointer<const void>(target_statistics), pointer<const double>(s),
+                            pointer<const void>(ce_coefficient),
+                            pointer<const void>(l1_coefficient), &gradient, threads});
+      },
+      py::arg("draft"), py::arg("target").none(true), py::arg("ids"), py::arg("active"),
+      py::arg("draft_statistics"), py::arg("target_statistics"), py::arg("s"),
+      py::arg("ce_coefficient"), py::arg("l1_coefficient"), py::arg("gradient"),
+      py::arg("threads"), release());
+  m.def(
+      "cpu_weighted",
+      [](const Rows& draft, const Rows* target, uintptr_t ids, uintptr_t active,
+         uintptr_t ce_coefficient, uintptr_t l1_coefficient, uintptr_t ce, uintptr_t l1,
+         uintptr_t draft_statistics, uintptr_t target_statistics, uintptr_t s,
+         const Rows* gradient, uintptr_t scratch, int threads) {
+        kernels().weighted({&draft, target, pointer<const int64_t>(ids),
+                            pointer<const uint8_t>(active), pointer<const void>(ce_coefficient),
+                            pointer<const void>(l1_coefficient), pointer<void>(ce),
+                            pointer<void>(l1), pointer<void>(draft_statistics),
+                            pointer<void>(target_statistics), pointer<double>(s), gradient,
+                            pointer<void>(scratch), threads});
+      },
+      py::arg("draft"), py::arg("target").none(true), py::arg("ids"), py::arg("active"),
+      py::arg("ce_coefficient"), py::arg("l1_coefficient"), py::arg("ce"), py::arg("l1"),
+      py::arg("draft_statistics"), py::arg("target_statistics"), py::arg("s"),
+      py::arg("gradient").none(true), py::arg("scratch"), py::arg("threads"), release());
+  m.def(
+      "cpu_scale",
+      [](uintptr_t source, uintptr_t destination, DType dtype, int64_t count, uintptr_t factor,
+         DType factor_dtype, int threads) {
+        kernels().scale({pointer<const void>(source), pointer<void>(destination), dtype, count,
+                         pointer<const void>(factor), factor_dtype, threads});
+      },
+      py::arg("source"), py::arg("destination"), py::arg("dtype"), py::arg("count"),
+      py::arg("factor"), py::arg("factor_dtype"), py::arg("threads"), release());
+  m.def(
+      "cpu_exponential",
+      [](uintptr_t x, uintptr_t y, int64_t count) {
+        kernels().exponential(pointer<const float>(x), pointer<float>(y), count);
+      },
+      py::arg("x"), py::arg("y"), py::arg("count"), release());
+  m.def(
+      "cpu_advise_huge_pages",
+      [](uintptr_t data, int64_t bytes) { advise_huge_pages(pointer<void>(data), bytes); },
+      py::arg("data"), py::arg("bytes"), release());
+}
+
+#ifdef DSPARK_HAVE_CUDA
+void bind_cuda(py::module_& m) {
+  using release = py::call_guard<py::gil_scoped_release>;
+  m.def(
+      "cuda_log_softmax",
+      [](const Rows& logits, uintptr_t ids, uintptr_t active, uintptr_t statistics,
+         uintptr_t log_prob, int device, uintptr_t stream) {
+        cuda::log_softmax({&logits, pointer<const int64_t>(ids), pointer<const uint8_t>(active),
+                           pointer<float>(statistics), pointer<float>(log_prob)},
+                          device, pointer<void>(stream));
+      },
+      py::arg("logits"), py::arg("ids"), py::arg("active"), py::arg("statistics"),
+      py::arg("log_prob"), py::arg("device"), py::arg("stream"), release());
+}
+#endif
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Compiled kernels of dspark_ext; called by dspark_ext._backend alone.";
+
+  py::enum_<DType>(m, "DType")
+      .value("float32", DType::kFloat32)
+      .value("bfloat16", DType::kBFloat16)
+      .value("float16", DType::kFloat16)
+      .value("float64", DType::kFloat64);
+  py::class_<Rows>(m, "Rows")
+      .def(py::init<uintptr_t, DType, const std::vector<int64_t>&, const std::vector<int64_t>&,
+                    int64_t>(),
+           py::arg("data"), py::arg("dtype"), py::arg("sizes"), py::arg("strides"),
+           py::arg("columns"));
+
+  bind_cpu(m);
+#ifdef DSPARK_HAVE_CUDA
+  bind_cuda(m);
+  m.attr("cuda_architectures") = DSPARK_CUDA_ARCHITECTURES;
+#else
+  m.attr("cuda_architectures") = py::none();
+#endif
+  m.attr("compiler") = DSPARK_COMPILER;
+#if defined(_OPENMP)
+  m.attr("openmp") = true;
+#else
+  m.attr("openmp") = false;
+#endif
+}

@@ -1,0 +1,78 @@
+// Chooses an instruction-set level, and holds what does not depend on one.
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+#include "weighted.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
+namespace dspark::cpu {
+namespace {
+
+const Kernels* best() {
+#ifdef DSPARK_HAVE_AVX2
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c")) {
+    return &kernels_avx2();
+  }
+#endif
+  return &kernels_baseline();
+}
+
+const Kernels* chosen() {
+  const char* wanted = std::getenv("DSPARK_EXT_CPU_LEVEL");
+  if (wanted == nullptr || *wanted == '\0') return best();
+  if (std::string(wanted) == kernels_baseline().name) return &kernels_baseline();
+  if (std::string(wanted) == best()->name) return best();
+  throw std::invalid_argument(std::string("DSPARK_EXT_CPU_LEVEL=") + wanted +
+                              " is not a level this processor and build have; choose from: " +
+                              available_levels());
+}
+
+}  // namespace
+
+const Kernels& kernels() {
+  static const Kernels* level = chosen();
+  return *level;
+}
+
+const char* available_levels() {
+  return best() == &kernels_baseline() ? "baseline" : "avx2 baseline";
+}
+
+int64_t chunk_scratch_bytes(int64_t columns) {
+  static_assert(sizeof(Distance) >= sizeof(ChunkStatistics));
+  return (chunk_count(columns) * static_cast<int64_t>(sizeof(Distance)) + 63) / 64 * 64;
+}
+
+int64_t weighted_scratch_bytes(int64_t columns, bool wide) {
+  return 2 * (wide ? operand_bytes<double>(columns) : operand_bytes<float>(columns)) +
+         chunk_scratch_bytes(columns);
+}
+
+int64_t first_bad_id(const int64_t* ids, const uint8_t* active, int64_t rows, int64_t columns) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const bool good = (ids[row] >= 0 && ids[row] < columns) || ids[row] == kIgnoreIndex;
+    if (!good && is_active(active, row)) return row;
+  }
+  return -1;
+}
+
+void advise_huge_pages(void* data, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(bytes)) / page * page;
+  // Only advice: where it is refused, the pages are small ones.
+  if (end > begin) (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  (void)data;
+  (void)bytes;
+#endif
+}
+
+}  // namespace dspark::cpu

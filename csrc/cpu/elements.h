@@ -1,0 +1,181 @@
+// The four element types of logits in memory, and their way into and out of vectors. This is
+// the one place where a dtype code becomes a type.
+#pragma once
+
+#include "../rows.h"
+#include "simd.h"
+
+namespace dspark::cpu {
+namespace {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Half {
+  uint16_t bits;
+};
+
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+inline float float_of(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+inline float half_to_float(uint16_t half) {
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
+  const uint32_t exponent = (half >> 10) & 0x1fu;
+  const uint32_t mantissa = half & 0x3ffu;
+  if (exponent == 0) {  // zero and subnormals: an integer multiple of 2^-24
+    return float_of(bits_of(static_cast<float>(mantissa) * 5.9604644775390625e-8f) | sign);
+  }
+  if (exponent == 31) return float_of(sign | 0x7f800000u | (mantissa << 13));
+  return float_of(sign | ((exponent + 112) << 23) | (mantissa << 13));
+}
+
+// Round to nearest, ties to even.
+inline uint16_t float_to_half(float x) {
+  const uint32_t bits = bits_of(x);
+  const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return sign | 0x7e00u;
+  if (magnitude >= 0x477ff000u) return sign | 0x7c00u;  // rounds past 65504
+  if (magnitude < 0x38800000u) {
+    // Subnormal: adding 0.5 aligns the mantissa so that the hardware does the rounding.
+    return sign | static_cast<uint16_t>(bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u);
+  }
+  const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
+  return sign | static_cast<uint16_t>((rounded - 0x38000000u) >> 13);
+}
+
+inline uint16_t float_to_bfloat16(float x) {
+  const uint32_t bits = bits_of(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+template <class Real>
+inline Real to_real(float x) { return x; }
+template <class Real>
+inline Real to_real(double x) { return static_cast<Real>(x); }
+template <class Real>
+inline Real to_real(BFloat16 x) { return float_of(static_cast<uint32_t>(x.bits) << 16); }
+template <class Real>
+inline Real to_real(Half x) { return half_to_float(x.bits); }
+
+template <class E>
+inline E from_real(double x);
+template <>
+inline float from_real<float>(double x) { return static_cast<float>(x); }
+template <>
+inline double from_real<double>(double x) { return x; }
+template <>
+inline BFloat16 from_real<BFloat16>(double x) { return {float_to_bfloat16(static_cast<float>(x))}; }
+template <>
+inline Half from_real<Half>(double x) { return {float_to_half(static_cast<float>(x))}; }
+
+typedef uint16_t Short8 __attribute__((vector_size(16)));
+typedef uint32_t Word8 __attribute__((vector_size(32)));
+
+// kLanes<Real> consecutive elements at any alignment.
+template <class Real, class E>
+inline Vec<Real> load(const E* p) {
+  Vec<Real> v;
+  if constexpr (sizeof(E) == sizeof(Real)) {
+    std::memcpy(&v, p, sizeof v);
+  } else if constexpr (sizeof(Real) == 8) {
+    for (int i = 0; i < kLanes<double>; ++i) v[i] = to_real<double>(p[i]);
+  } else {
+    Short8 raw;
+    std::memcpy(&raw, p, sizeof raw);
+    if constexpr (__is_same(E, BFloat16)) {
+      v = reinterpret_cast<Vec<float>>(__builtin_convertvector(raw, Word8) << 16);
+    } else {
+#if defined(__F16C__)
+      v = reinterpret_cast<Vec<float>>(_mm256_cvtph_ps(reinterpret_cast<__m128i>(raw)));
+#else
+      for (int i = 0; i < 8; ++i) v[i] = half_to_float(raw[i]);
+#endif
+    }
+  }
+  return v;
+}
+
+inline Short8 to_bfloat16(Vec<float> v) {
+  const Word8 bits = reinterpret_cast<Word8>(v);
+  const Word8 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const Word8 is_nan = reinterpret_cast<Word8>(v != v);
+  return __builtin_convertvector((rounded & ~is_nan) | (((bits >> 16) | 0x40u) & is_nan), Short8);
+}
+
+inline Short8 to_half(Vec<float> v) {
+#if defined(__F16C__)
+  return reinterpret_cast<Short8>(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  Short8 raw{};
+  for (int i = 0; i < 8; ++i) raw[i] = float_to_half(v[i]);
+  return raw;
+#endif
+}
+
+// One block of results in the element type, ready to be copied or streamed.
+template <class E, class Real>
+inline void convert_block(const Vec<Real> (&v)[kUnroll], E* out) {
+  static_assert(sizeof(E) <= sizeof(Real));
+  for (int u = 0; u < kUnroll; ++u) {
+    if constexpr (sizeof(E) == sizeof(Real)) {
+      std::memcpy(out + u * kLanes<Real>, &v[u], sizeof v[u]);
+    } else if constexpr (sizeof(Real) == 8) {
+      for (int i = 0; i < kLanes<double>; ++i) out[u * kLanes<double> + i] = from_real<E>(v[u][i]);
+    } else {
+      const Short8 raw = __is_same(E, BFloat16) ? to_bfloat16(v[u]) : to_half(v[u]);
+      std::memcpy(out + u * 8, &raw, sizeof raw);
+    }
+  }
+}
+
+// Which pairs of types stream_block serves: those whose vectors convert as a whole.
+template <class E, class Real>
+inline constexpr bool kStreamable = sizeof(E) == sizeof(Real) || sizeof(Real) == 4;
+
+// convert_block by stores that bypass the caches, to an address that is a multiple of 32.
+template <class E, class Real>
+inline void stream_block(const Vec<Real> (&v)[kUnroll], E* out) {
+#if defined(__SSE2__)
+  for (int u = 0; u < kUnroll; ++u) {
+    if constexpr (sizeof(E) == 2) {
+      const Short8 raw = __is_same(E, BFloat16) ? to_bfloat16(v[u]) : to_half(v[u]);
+      _mm_stream_si128(reinterpret_cast<__m128i*>(out) + u, reinterpret_cast<__m128i>(raw));
+    } else {
+#if defined(__AVX__)
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(out) + u, reinterpret_cast<__m256i>(v[u]));
+#else
+      __m128i half[2];
+      std::memcpy(half, &v[u], sizeof half);
+      _mm_stream_si128(reinterpret_cast<__m128i*>(out) + 2 * u, half[0]);
+      _mm_stream_si128(reinterpret_cast<__m128i*>(out) + 2 * u + 1, half[1]);
+#endif
+    }
+  }
+#else
+  convert_block<E, Real>(v, out);
+#endif
+}
+
+// Calls f with a null pointer of the element type that a dtype code stands for.
+template <class F>
+inline void with_element_type(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kFloat32: return f(static_cast<float*>(nullptr));
+    case DType::kBFloat16: return f(static_cast<BFloat16*>(nullptr));
+    case DType::kFloat16: return f(static_cast<Half*>(nullptr));
+    case DType::kFloat64: return f(static_cast<double*>(nullptr));
+  }
+}
+
+}  // namespace
+}  // namespace dspark::cpu

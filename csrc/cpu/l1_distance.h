@@ -1,0 +1,88 @@
+// l1_distance: per row l1 = sum |p - q| and S = sum sign(p - q) p from two rows of logits and
+// their statistics. Reads both rows once; neither softmax is materialised.
+//
+// l1 is a direct sum of absolute differences, since 2 - 2 sum min(p, q) loses everything where
+// the distributions are close. S is formed from whichever of 1 - S and 1 + S is the smaller sum,
+// because that small sum is what the gradient of a confident row consists of.
+#pragma once
+
+#include "log_softmax.h"
+
+namespace dspark::cpu {
+namespace {
+
+struct Distance {
+  double l1 = 0;
+  double below_one = 0;  // sum (1 - s_j) p_j = 1 - S
+  double above_one = 0;  // sum (1 + s_j) p_j = 1 + S
+
+  void add(const Distance& other) {
+    l1 += other.l1;
+    below_one += other.below_one;
+    above_one += other.above_one;
+  }
+  double clamped_l1() const { return l1 > 2 ? 2 : l1; }
+  double s() const {
+    if (l1 != l1) return l1;  // NaN on either side
+    return below_one < above_one ? 1 - below_one : above_one - 1;
+  }
+};
+
+// `e` and `f` are the exponentials of draft and target, p = e * p_scale and q = f * q_scale.
+template <class Real>
+inline Distance chunk_distance(const Real* e, const Real* f, int64_t size, Real p_scale,
+                               Real q_scale) {
+  constexpr auto kSign = std::numeric_limits<typename SimdTraits<Real>::Int>::min();
+  Vec<Real> l1[2] = {}, below[2] = {}, above[2] = {};
+  for (int64_t i = 0; i < size; i += kBlock<Real>) {
+    for (int u = 0; u < kUnroll; ++u) {
+      Vec<Real> p, q;
+      std::memcpy(&p, e + i + u * kLanes<Real>, sizeof p);
+      std::memcpy(&q, f + i + u * kLanes<Real>, sizeof q);
+      p *= p_scale;
+      const Vec<Real> d = p - q * q_scale;
+      const IntVec<Real> sign = reinterpret_cast<IntVec<Real>>(d) & kSign;
+      const Vec<Real> signed_p = select<Real>(
+          d != 0, reinterpret_cast<Vec<Real>>(reinterpret_cast<IntVec<Real>>(p) ^ sign));
+      l1[u % 2] += abs<Real>(d);
+      below[u % 2] += p - signed_p;
+      above[u % 2] += p + signed_p;
+    }
+  }
+  return {sum_lanes<Real>(l1[0] + l1[1]), sum_lanes<Real>(below[0] + below[1]),
+          sum_lanes<Real>(above[0] + above[1])};
+}
+
+template <class Real>
+void l1_distance_rows(const L1DistanceArgs& args) {
+  const int64_t columns = args.draft->columns();
+  const Reader<Real> draft = reader_for<Real>(args.draft->dtype());
+  const Reader<Real> target = reader_for<Real>(args.target->dtype());
+  for_each_row(args.draft->count(), columns, args.threads, [&](int64_t row, int thread, int team) {
+    Distance total;
+    if (is_active(args.active, row)) {
+      const void* x = args.draft->row(row);
+      const void* t = args.target->row(row);
+      const RowStatistics p = load_statistics<Real>(args.draft_statistics, row);
+      const RowStatistics q = load_statistics<Real>(args.target_statistics, row);
+      auto* partial = reinterpret_cast<Distance*>(static_cast<char*>(args.scratch) +
+                                                  thread * chunk_scratch_bytes(columns));
+      for_each_chunk(columns, team, [&](int64_t i, int64_t begin, int64_t size) {
+        ChunkExponentials<Real> e(size), f(size);
+        draft.exponentials(x, begin, size, static_cast<Real>(p.m), e.values);
+        target.exponentials(t, begin, size, static_cast<Real>(q.m), f.values);
+        partial[i] = chunk_distance<Real>(e.values, f.values, size, static_cast<Real>(1 / p.z()),
+                                          static_cast<Real>(1 / q.z()));
+      });
+      for (int64_t i = 0; i < chunk_count(columns); ++i) total.add(partial[i]);
+      static_cast<Real*>(args.l1)[row] = static_cast<Real>(total.clamped_l1());
+      args.s[row] = total.s();
+    } else {
+      static_cast<Real*>(args.l1)[row] = 0;
+      args.s[row] = 0;
+    }
+  });
+}
+
+}  // namespace
+}  // namespace dspark::cpu

@@ -1,0 +1,58 @@
+// How rows and chunks are spread over threads. Nothing here can change a result: a chunk's
+// partial result depends on its columns alone, and partial results are combined in column order.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels.h"
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+namespace dspark::cpu {
+namespace {
+
+// Below this many logits one thread is done before a second one has woken up.
+inline constexpr int64_t kSerialElements = 1 << 14;
+
+inline int64_t chunk_count(int64_t columns) {
+  return (columns + kChunkColumns - 1) / kChunkColumns;
+}
+
+// Runs f(chunk, begin, size) for each chunk of a row, on `threads` threads.
+template <class F>
+inline void for_each_chunk(int64_t columns, int threads, F&& f) {
+  const int64_t chunks = chunk_count(columns);
+  auto run = [&](int64_t chunk) {
+    const int64_t begin = chunk * kChunkColumns;
+    f(chunk, begin, columns - begin < kChunkColumns ? columns - begin : kChunkColumns);
+  };
+#if defined(_OPENMP)
+  if (threads > 1 && chunks > 1) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) run(chunk);
+    return;
+  }
+#endif
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) run(chunk);
+}
+
+// Runs f(row, thread, threads_within_row) for every row. Rows are dealt to threads one at a
+// time, since inactive ones cost next to nothing; where there are fewer rows than threads, the
+// rows run one after another and each is given all threads for its chunks.
+template <class F>
+inline void for_each_row(int64_t rows, int64_t columns, int threads, F&& f) {
+  if (rows * columns < kSerialElements) threads = 1;
+#if defined(_OPENMP)
+  if (threads > 1 && rows >= threads) {
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+    for (int64_t row = 0; row < rows; ++row) f(row, omp_get_thread_num(), 1);
+    return;
+  }
+#endif
+  for (int64_t row = 0; row < rows; ++row) f(row, 0, threads);
+}
+
+}  // namespace
+}  // namespace dspark::cpu

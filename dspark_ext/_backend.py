@@ -1,0 +1,345 @@
+"""Tensors to pointers: the only caller of the compiled module ``_C``.
+
+Every function here runs inside an op body (or under ``no_grad``), takes tensors that the public
+functions have validated, allocates results and scratch with torch, and hands addresses, strides
+in elements and dtype codes to C++. Leading dimensions are free; per-row tensors have the
+logits' shape without its last dimension.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Optional
+
+import torch  # before _C, so that both share torch's OpenMP runtime
+from torch import Tensor
+
+try:
+    from dspark_ext import _C
+except ImportError as error:  # pragma: no cover - a broken installation
+    raise ImportError(
+        "dspark_ext is not built here: its compiled module dspark_ext._C could not be imported "
+        f"({error}). Install the package with `pip install .` from its source folder and import "
+        "it from another folder, or use `pip install -e .`."
+    ) from error
+
+DTYPES = {
+    torch.float32: _C.DType.float32,
+    torch.bfloat16: _C.DType.bfloat16,
+    torch.float16: _C.DType.float16,
+    torch.float64: _C.DType.float64,
+}
+IGNORE_INDEX = -100
+
+# Below this size a gradient's pages are too few for huge ones to matter.
+_HUGE_PAGE_BYTES = 4 << 20
+
+_warned_devices: set[str] = set()
+
+
+def real_dtype(draft: Tensor, target: Optional[Tensor] = None) -> torch.dtype:
+    """The dtype of the arithmetic: float64 when either side is, else float32."""
+    wide = draft.dtype == torch.float64 or (target is not None and target.dtype == torch.float64)
+    return torch.float64 if wide else torch.float32
+
+
+def result_dtype(draft: Tensor) -> torch.dtype:
+    """The dtype of per-row results: float64 for float64 drafts, else float32."""
+    return torch.float64 if draft.dtype == torch.float64 else torch.float32
+
+
+def uses_kernel(impl: str, device: torch.device) -> bool:
+    """Whether ``impl`` means the compiled kernel on ``device``.
+
+    Raises:
+        ValueError: ``impl`` is not one of auto, kernel, torch.
+        RuntimeError: ``impl="kernel"`` where this build has no kernel for the device.
+    """
+    if impl not in ("auto", "kernel", "torch"):
+        raise ValueError(f"impl is {impl!r}; expected 'auto', 'kernel' or 'torch'")
+    if impl == "torch":
+        return False
+    if device.type == "cpu":
+        return True
+    if impl == "kernel":
+        raise RuntimeError(
+            f"impl='kernel', but this build of dspark_ext has no loss kernel for {device.type} "
+            "tensors (`python -m dspark_ext info` lists what it has); use impl='torch' or 'auto'"
+        )
+    if device.type not in _warned_devices and not torch.compiler.is_compiling():
+        _warned_devices.add(device.type)
+        warnings.warn(
+            f"dspark_ext has no loss kernel for {device.type} tensors in this build and uses the "
+            "chunked PyTorch path; pass impl='torch' to choose it without this warning",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return False
+
+
+def cuda_architectures() -> Optional[str]:
+    """The architectures the CUDA kernels were compiled for, or None without them."""
+    return _C.cuda_architectures
+
+
+def checks_enabled() -> bool:
+    """Whether DSPARK_EXT_CHECK asks for checks that cost a host synchronisation."""
+    return os.environ.get("DSPARK_EXT_CHECK", "") not in ("", "0")
+
+
+def check_ids(ids: Tensor, active: Optional[Tensor], columns: int) -> None:
+    """Raises IndexError for an id of an active row that is neither a column nor -100.
+
+    Host tensors only; for device tensors this would be a synchronisation.
+    """
+    ids = ids.to(torch.int64).contiguous()
+    mask = None if active is None else active.to(torch.bool).contiguous()
+    row = _C.cpu_first_bad_id(_address(ids), _address(mask), ids.numel(), columns)
+    if row >= 0:
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(row), ids.shape))
+        raise IndexError(
+            f"target_ids{list(index)} is {int(ids.reshape(-1)[row])}, which is not a column of "
+            f"the logits: expected 0 <= id < {columns}, or {IGNORE_INDEX} to leave the position "
+            "out of the cross-entropy, or an eval_mask of 0 there"
+        )
+
+
+def log_softmax(
+    logits: Tensor, ids: Optional[Tensor], active: Optional[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Row statistics ``[..., 3]`` and, given ids, their log-probabilities ``[...]``."""
+    real = real_dtype(logits)
+    leading, columns = logits.shape[:-1], logits.shape[-1]
+    statistics = torch.empty((*leading, 3), dtype=real, device=logits.device)
+    log_prob = torch.empty(leading if ids is not None else (0,), dtype=real, device=logits.device)
+    ids, active = _prepare_ids(ids, active, columns)
+    if logits.is_cuda:
+        _C.cuda_log_softmax(
+            _rows(logits),
+            _address(ids),
+            _address(active),
+            _address(statistics),
+            _address(log_prob if ids is not None else None),
+            logits.device.index,
+            torch.cuda.current_stream(logits.device).cuda_stream,
+        )
+    else:
+        threads = torch.get_num_threads()
+        scratch = _scratch(threads * _C.cpu_chunk_scratch_bytes(columns))
+        _C.cpu_log_softmax(
+            _rows(logits),
+            _address(ids),
+            _address(active),
+            _address(statistics),
+            _address(log_prob if ids is not None else None),
+            _address(scratch),
+            threads,
+        )
+    return statistics, log_prob
+
+
+def l1_distance(
+    draft: Tensor,
+    target: Tensor,
+    draft_statistics: Tensor,
+    target_statistics: Tensor,
+    active: Optional[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """``l1`` in the arithmetic's dtype and ``S`` in float64, per row, from known statistics."""
+    real = real_dtype(draft, target)
+    leading, columns = draft.shape[:-1], draft.shape[-1]
+    l1 = torch.empty(leading, dtype=real)
+    s = torch.empty(leading, dtype=torch.float64)
+    draft_statistics = draft_statistics.to(real).contiguous()
+    target_statistics = target_statistics.to(real).contiguous()
+    _, active = _prepare_ids(None, active, columns)
+    threads = torch.get_num_threads()
+    scratch = _scratch(threads * _C.cpu_chunk_scratch_bytes(columns))
+    _C.cpu_l1_distance(
+        _rows(draft),
+        _rows(target),
+        _address(active),
+        _address(draft_statistics),
+        _address(target_statistics),
+        _address(l1),
+        _address(s),
+        _address(scratch),
+        threads,
+    )
+    return l1, s
+
+
+def gradient(
+    ce_coefficient: Optional[Tensor],
+    l1_coefficient: Optional[Tensor],
+    draft: Tensor,
+    target: Optional[Tensor],
+    ids: Optional[Tensor],
+    active: Optional[Tensor],
+    draft_statistics: Tensor,
+    target_statistics: Optional[Tensor],
+    s: Optional[Tensor],
+) -> Tensor:
+    """Gradient of ``sum(a * ce + b * l1)`` in the draft's shape and dtype, contiguous."""
+    real = real_dtype(draft, target)
+    ids, active = _prepare_ids(ids, active, draft.shape[-1])
+    out = _empty_gradient(draft)
+    operands = [
+        None if t is None else t.to(real).contiguous()
+        for t in (draft_statistics, target_statistics, ce_coefficient, l1_coefficient)
+    ]
+    s = None if s is None else s.contiguous()
+    _C.cpu_gradient(
+        _rows(draft),
+        None if target is None else _rows(target),
+        _address(ids),
+        _address(active),
+        _address(operands[0]),
+        _address(operands[1]),
+        _address(s),
+        _address(operands[2]),
+        _address(operands[3]),
+        _rows(out),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def ce_and_l1(
+    draft: Tensor, target: Optional[Tensor], ids: Optional[Tensor], active: Optional[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``ce``, ``l1``, both statistics ``[..., 3]`` and ``S``, at one visit to both rows."""
+    real = real_dtype(draft, target)
+    leading = draft.shape[:-1]
+    statistics = [torch.empty((*leading, 3), dtype=real) for _ in range(2)]
+    s = torch.empty(leading, dtype=torch.float64)
+    ce, l1 = _weighted(draft, target, ids, active, None, None, *statistics, s, None)
+    return ce, l1, *statistics, s
+
+
+def weighted(
+    draft: Tensor,
+    target: Optional[Tensor],
+    ids: Tensor,
+    active: Optional[Tensor],
+    ce_coefficient: Tensor,
+    l1_coefficient: Tensor,
+    gradient: str,
+) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+    """``ce``, ``l1`` and the gradient: ``"none"``, ``"fresh"``, or ``"inplace"`` over the draft."""
+    out = {"none": None, "inplace": draft}.get(gradient, None)
+    if gradient == "fresh":
+        out = _empty_gradient(draft)
+    ce, l1 = _weighted(
+        draft, target, ids, active, ce_coefficient, l1_coefficient, None, None, None, out
+    )
+    return ce, l1, out
+
+
+def scale(source: Tensor, factor: Tensor, destination: Tensor) -> None:
+    """``destination = source * factor`` with one rounding; contiguous, maybe the same tensor."""
+    factor = factor.to(torch.float64 if factor.dtype == torch.float64 else torch.float32)
+    _C.cpu_scale(
+        _address(source),
+        _address(destination),
+        DTYPES[source.dtype],
+        source.numel(),
+        _address(factor),
+        DTYPES[factor.dtype],
+        torch.get_num_threads(),
+    )
+
+
+def empty_like_gradient(gradient: Tensor) -> Tensor:
+    """Fresh memory for a scaled copy of a gradient."""
+    return _empty_gradient(gradient)
+
+
+def _weighted(
+    draft: Tensor,
+    target: Optional[Tensor],
+    ids: Optional[Tensor],
+    active: Optional[Tensor],
+    ce_coefficient: Optional[Tensor],
+    l1_coefficient: Optional[Tensor],
+    draft_statistics: Optional[Tensor],
+    target_statistics: Optional[Tensor],
+    s: Optional[Tensor],
+    out: Optional[Tensor],
+) -> tuple[Tensor, Tensor]:
+    real = real_dtype(draft, target)
+    leading, columns = draft.shape[:-1], draft.shape[-1]
+    ids, active = _prepare_ids(ids, active, columns)
+    ce = torch.empty(leading, dtype=real)
+    l1 = torch.empty(leading, dtype=real)
+    coefficients = [
+        None if t is None else t.to(real).contiguous() for t in (ce_coefficient, l1_coefficient)
+    ]
+    threads = torch.get_num_threads()
+    scratch = _scratch(
+        threads * _C.cpu_weighted_scratch_bytes(columns, real == torch.float64)
+    )
+    _C.cpu_weighted(
+        _rows(draft),
+        None if target is None else _rows(target),
+        _address(ids),
+        _address(active),
+        *(_address(t) for t in coefficients),
+        _address(ce),
+        _address(l1),
+        _address(draft_statistics),
+        _address(target_statistics),
+        _address(s),
+        None if out is None else _rows(out),
+        _address(scratch),
+        threads,
+    )
+    return ce, l1
+
+
+def _prepare_ids(
+    ids: Optional[Tensor], active: Optional[Tensor], columns: int
+) -> tuple[Optional[Tensor], Optional[Tensor]]:
+    """Contiguous int64 ids and bool mask; on the host, ids are checked before a kernel runs."""
+    if active is not None:
+        active = active.to(torch.bool).contiguous()
+    if ids is not None:
+        ids = ids.to(torch.int64).contiguous()
+        if ids.device.type == "cpu" or checks_enabled():
+            check_ids(ids.cpu(), None if active is None else active.cpu(), columns)
+    return ids, active
+
+
+def _rows(tensor: Tensor) -> _C.Rows:
+    return _C.Rows(
+        _address(tensor),
+        DTYPES[tensor.dtype],
+        tensor.shape[:-1],
+        tensor.stride()[:-1],
+        tensor.shape[-1],
+    )
+
+
+def _address(tensor: Optional[Tensor]) -> int:
+    if tensor is None:
+        return 0
+    address = tensor.data_ptr()
+    if address == 0 and tensor.numel() > 0:
+        raise TypeError(
+            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} has no memory of its own; "
+            "pass a plain tensor (to_local() for a DTensor)"
+        )
+    return address
+
+
+def _scratch(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def _empty_gradient(like: Tensor) -> Tensor:
+    out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    size = out.numel() * out.element_size()
+    if size >= _HUGE_PAGE_BYTES and not out.is_cuda:
+        _C.cpu_advise_huge_pages(_address(out), size)
+    return out

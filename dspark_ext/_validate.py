@@ -1,0 +1,107 @@
+"""Checks that the public functions share: every message says what was wrong and what to do."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+MASK_DTYPES = (torch.bool, *INTEGER_DTYPES, *LOGIT_DTYPES)
+
+
+def check_tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+    """``value`` as a plain strided tensor of one of ``dtypes``.
+
+    Raises:
+        TypeError: not a tensor, a DTensor, not strided, or another dtype.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}; expected a torch.Tensor")
+    if hasattr(value, "placements"):
+        raise TypeError(
+            f"{name} is a DTensor with placements {value.placements}; pass its local tensor with "
+            f"{name}.to_local() if every rank holds the whole tensor, or gather it first with "
+            f"{name}.redistribute(placements=[Replicate()]).to_local()"
+        )
+    if value.layout != torch.strided:
+        raise TypeError(f"{name} has layout {value.layout}; expected a dense tensor (to_dense())")
+    if value.dtype not in dtypes:
+        expected = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise TypeError(f"{name} has dtype {value.dtype}; expected one of {expected}")
+    return value
+
+
+def check_logits(name: str, value: object) -> Tensor:
+    """``value`` as logits ``[..., V]`` with last-dimension stride 1; copied when it has another.
+
+    Raises:
+        TypeError: see :func:`check_tensor`.
+        ValueError: no vocabulary dimension, or an empty one.
+    """
+    logits = check_tensor(name, value, LOGIT_DTYPES)
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        raise ValueError(
+            f"{name} has shape {tuple(logits.shape)}; expected [..., V] with at least one column"
+        )
+    if logits.stride(-1) != 1 and logits.shape[-1] > 1:
+        logits = logits.contiguous()
+    return logits
+
+
+def check_same_shape(name: str, value: Tensor, expected: tuple[int, ...], origin: str) -> None:
+    """Raises ValueError unless ``value`` has the shape that ``origin`` implies."""
+    if tuple(value.shape) != tuple(expected):
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}; expected {tuple(expected)}, from {origin}"
+        )
+
+
+def check_same_device(reference_name: str, reference: Tensor, **others: Optional[Tensor]) -> None:
+    """Raises ValueError when tensors live on different devices."""
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != reference.device:
+            raise ValueError(
+                f"{name} is on {tensor.device} and {reference_name} on {reference.device}; "
+                "move them to one device"
+            )
+
+
+def check_target(draft: Tensor, target: Tensor, draft_name: str, target_name: str) -> None:
+    """Raises ValueError unless draft and target logits have the same shape."""
+    if draft.shape[-1] != target.shape[-1]:
+        raise ValueError(
+            f"{draft_name} has {draft.shape[-1]} vocabulary columns and {target_name} "
+            f"{target.shape[-1]} (shapes {tuple(draft.shape)} and {tuple(target.shape)}); draft "
+            "and target must share one vocabulary"
+        )
+    check_same_shape(target_name, target, tuple(draft.shape), f"the shape of {draft_name}")
+
+
+def check_vocabulary_shard(
+    tp_group: object, vocab_start: Optional[int], vocab_size: Optional[int]
+) -> None:
+    """Vocabulary-parallel arguments: refused, since nothing here reduces over columns' owners."""
+    if tp_group is not None:
+        raise NotImplementedError(
+            "tp_group: vocabulary-parallel logits are not supported by this version; gather the "
+            "columns, or train with data parallelism"
+        )
+    for name, value in (("vocab_start", vocab_start), ("vocab_size", vocab_size)):
+        if value is not None:
+            raise ValueError(f"{name}={value} describes a vocabulary shard and needs tp_group")
+
+
+def refuse_double_backward(name: str) -> None:
+    """Raises RuntimeError in a backward that autograd records.
+
+    A gradient of this gradient would silently be zero.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{name} does not support double backward (create_graph=True): its gradient is "
+            "computed in closed form, and autograd cannot differentiate that again. Compute a "
+            "term that needs second derivatives in plain PyTorch"
+        )

@@ -1,0 +1,680 @@
+"""The DSpark training objective, in tensors.
+
+``compute_dspark_loss`` is the public function. The private functions keep the names, keywords
+and results of the reference implementation's building blocks, so that code written against it
+finds them here; the weight mask, the accept rate and the diagnostics are the parts that
+``compute_dspark_loss`` itself is made of.
+
+Two compositions of the same mathematics stand here. The fused one knows its denominators before
+the logits are read, so one kernel visit yields the loss and its gradient. The recompute one
+(``_collect_local_terms``, ``_all_reduce_loss_denominators``, ``_build_loss``) forms numerators
+first; it serves fp16 drafts, whose loss scale must be applied before the gradient is rounded,
+and ``impl="torch"``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Optional, Union
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dspark_ext import _backend, ops
+from dspark_ext._validate import (
+    INTEGER_DTYPES,
+    LOGIT_DTYPES,
+    MASK_DTYPES,
+    check_logits,
+    check_same_device,
+    check_same_shape,
+    check_target,
+    check_tensor,
+    check_vocabulary_shard,
+)
+from dspark_ext.distributed import ProcessGroup, all_reduce_sum, group_size
+from dspark_ext.reduction import ordered_sum
+from dspark_ext.rowwise import l1_distance, per_row
+
+__all__ = ["compute_dspark_loss"]
+
+_PROBABILITY_CHUNK_TOKENS = 128
+_EPSILON = 1e-6
+
+
+@dataclasses.dataclass
+class DSparkForwardOutput:
+    """What a drafter's forward hands to the loss. Any object with these attributes will do.
+
+    Attributes:
+        draft_logits: ``[B, A, K, V]``, float32, bfloat16, float16 or float64.
+        target_ids: ``[B, A, K]`` integers, the token each position should propose; -100 leaves
+            a position out of the cross-entropy.
+        eval_mask: ``[B, A, K]`` bool, integer or float; nonzero where a position is supervised.
+        block_keep_mask: ``[B, A]``, nonzero where a block counts in ``tau``.
+        confidence_pred: ``[B, A, K]`` logits of the predicted accept rate, or None.
+        aligned_target_logits: ``[B, A, K, V]``, the target model's logits at the same
+            positions, or None where neither L1 nor confidence is wanted.
+    """
+
+    draft_logits: Tensor
+    target_ids: Tensor
+    eval_mask: Tensor
+    block_keep_mask: Tensor
+    confidence_pred: Optional[Tensor] = None
+    aligned_target_logits: Optional[Tensor] = None
+
+
+def _checked(outputs: Any, wants_l1: bool) -> DSparkForwardOutput:
+    """The outputs with every shape, dtype and device checked, logits ready for a kernel."""
+    draft = check_logits("draft_logits", outputs.draft_logits)
+    if draft.dim() != 4:
+        raise ValueError(f"draft_logits has shape {tuple(draft.shape)}; expected [B, A, K, V]")
+    leading = tuple(draft.shape[:-1])
+    origin = f"draft_logits {tuple(draft.shape)}"
+    ids = check_tensor("target_ids", outputs.target_ids, INTEGER_DTYPES)
+    eval_mask = check_tensor("eval_mask", outputs.eval_mask, MASK_DTYPES)
+    keep = check_tensor("block_keep_mask", outputs.block_keep_mask, MASK_DTYPES)
+    check_same_shape("target_ids", ids, leading, origin)
+    check_same_shape("eval_mask", eval_mask, leading, origin)
+    check_same_shape("block_keep_mask", keep, leading[:2], origin)
+    confidence = outputs.confidence_pred
+    if confidence is not None:
+        check_tensor("confidence_pred", confidence, LOGIT_DTYPES)
+        check_same_shape("confidence_pred", confidence, leading, origin)
+    target = outputs.aligned_target_logits
+    if target is not None:
+        target = check_logits("aligned_target_logits", target)
+        check_target(draft, target, "draft_logits", "aligned_target_logits")
+    elif wants_l1 or confidence is not None:
+        wanted = "l1_loss_alpha > 0" if wants_l1 else "confidence_pred"
+        raise ValueError(
+            f"{wanted} needs aligned_target_logits, which is None: pass the target model's "
+            "logits at the drafted positions, or set l1_loss_alpha=0 and confidence_pred=None"
+        )
+    check_same_device(
+        "draft_logits",
+        draft,
+        target_ids=ids,
+        eval_mask=eval_mask,
+        block_keep_mask=keep,
+        confidence_pred=confidence,
+        aligned_target_logits=target,
+    )
+    return DSparkForwardOutput(
+        draft, ids, eval_mask, keep, confidence, None if target is None else target.detach()
+    )
+
+
+# --- Weights, accept rate, diagnostics ----------------------------------------------------------
+
+
+def _build_loss_weight_mask(
+    *,
+    eval_mask: Tensor,
+    block_size: int,
+    device: torch.device,
+    loss_decay_gamma: Optional[float],
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """``eval_mask * exp(-k / gamma)``, k from 0 along the last dimension; in ``dtype``.
+
+    ``gamma`` None or <= 0 means no decay.
+    """
+    weights = eval_mask.to(device=device, dtype=dtype)
+    if loss_decay_gamma is None or loss_decay_gamma <= 0:
+        return weights
+    position = torch.arange(block_size, device=device, dtype=dtype)
+    return weights * torch.exp(-position / loss_decay_gamma)
+
+
+def _l1_probability_distance_chunk(*, draft_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """``sum |softmax(draft) - softmax(target)|`` over the last dimension, per row."""
+    return l1_distance(draft_logits, target_logits)
+
+
+def _compute_l1_dist_per_token(
+    *,
+    draft_logits: Tensor,
+    aligned_target_logits: Tensor,
+    chunk_size: int = _PROBABILITY_CHUNK_TOKENS,
+) -> Tensor:
+    """L1 distance per row, ``draft_logits.shape[:-1]``, differentiable in ``draft_logits``.
+
+    Nothing of the vocabulary's size is materialised whatever ``chunk_size`` is; the reference's
+    parameter is accepted and checked.
+    """
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}; expected at least 1")
+    return l1_distance(draft_logits, aligned_target_logits)
+
+
+def _compute_accept_rate_3d(*, l1_dist_per_token: Optional[Tensor]) -> Optional[Tensor]:
+    """Probability that the target accepts a drafted token, ``clamp(1 - l1/2, 0, 1)``."""
+    if l1_dist_per_token is None:
+        return None
+    return (1 - 0.5 * l1_dist_per_token).clamp(0, 1)
+
+
+def _compute_local_l1_term(
+    *, l1_dist_per_token: Optional[Tensor], loss_weight_mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``(sum(w * l1), sum(w))`` of this rank; zeros when there is no L1."""
+    if l1_dist_per_token is None:
+        zero = loss_weight_mask.new_zeros(())
+        return zero, zero.clone()
+    return _weighted_sum(loss_weight_mask, l1_dist_per_token), _sum(loss_weight_mask)
+
+
+def _collect_acceptance_diagnostics(
+    *,
+    outputs: Any,
+    accept_rate_3d: Optional[Tensor],
+    loss_weight_mask: Tensor,
+    has_confidence: bool,
+) -> dict[str, Tensor]:
+    """Unreduced sums over this rank's positions; zeros when ``accept_rate_3d`` is None.
+
+    ``accept_rate_pos_num/den`` ``[K]``; ``tau_num/den``, expected accepted length (with the
+    bonus token) over valid blocks; ``confidence_*``, calibration of the confidence head.
+    """
+    weights = loss_weight_mask.detach()
+    zero = weights.new_zeros(())
+    diagnostics = {
+        "accept_rate_pos_num": weights.new_zeros(weights.shape[-1]),
+        "accept_rate_pos_den": weights.new_zeros(weights.shape[-1]),
+        "tau_num": zero,
+        "tau_den": zero,
+        "confidence_abs_error_num": zero,
+        "confidence_bias_num": zero,
+        "confidence_cumprod_bias_num": zero,
+        "confidence_diag_den": zero,
+    }
+    if accept_rate_3d is None:
+        return diagnostics
+    mask = outputs.eval_mask.to(weights.dtype)
+    active = outputs.eval_mask != 0
+    accept = accept_rate_3d.detach().to(weights.dtype)
+    accepted = torch.where(active, accept * mask, 0.0)
+    block_size = weights.shape[-1]
+    per_position = ordered_sum(torch.stack([accepted, mask], -1).reshape(-1, block_size, 2))
+    valid = (outputs.block_keep_mask != 0) & active.any(-1)
+    length = 1 + accepted.cumprod(-1).sum(-1)
+    blocks = torch.stack([torch.where(valid, length, 0.0), valid.to(weights.dtype)], -1)
+    per_block = ordered_sum(blocks.reshape(-1, 2))
+    diagnostics.update(
+        accept_rate_pos_num=per_position[:, 0],
+        accept_rate_pos_den=per_position[:, 1],
+        tau_num=per_block[0],
+        tau_den=per_block[1],
+    )
+    if has_confidence:
+        confidence = outputs.confidence_pred.detach().to(weights.dtype)
+        confidence = torch.where(active, torch.sigmoid(confidence), 0.0)
+        error = torch.where(active, confidence - accept, 0.0)
+        reach = (confidence * mask).cumprod(-1) - accepted.cumprod(-1)
+        sums = ordered_sum(
+            torch.stack(
+                [weights * error.abs(), weights * error, weights * reach, weights], -1
+            ).reshape(-1, 4)
+        )
+        diagnostics.update(
+            confidence_abs_error_num=sums[0],
+            confidence_bias_num=sums[1],
+            confidence_cumprod_bias_num=sums[2],
+            confidence_diag_den=sums[3],
+        )
+    return diagnostics
+
+
+def _confidence_num(
+    confidence_pred: Tensor, accept_rate: Tensor, eval_mask: Tensor, weights: Tensor
+) -> Tensor:
+    """``sum(w * bce_with_logits(z, accept))``; what stands on inactive positions is not read."""
+    logits = torch.where(eval_mask != 0, confidence_pred.to(weights.dtype), 0.0)
+    bce = F.binary_cross_entropy_with_logits(logits, accept_rate.detach(), reduction="none")
+    return _weighted_sum(weights, bce)
+
+
+def _sum(values: Tensor) -> Tensor:
+    return ordered_sum(values.reshape(-1))
+
+
+def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    return _sum(weights * values)
+
+
+# --- The reference's composition: numerators first ----------------------------------------------
+
+
+def _collect_local_terms(
+    *,
+    outputs: Any,
+    loss_decay_gamma: Optional[float],
+    l1_loss_alpha: float,
+    impl: str = "auto",
+) -> tuple[dict[str, Tensor], bool]:
+    """This rank's ``*_loss_num`` and ``*_loss_den`` with the diagnostics, and whether there is
+    a confidence head. The ``*_loss_num`` are differentiable; nothing is reduced over ranks."""
+    outputs = _checked(outputs, l1_loss_alpha > 0)
+    has_confidence = outputs.confidence_pred is not None
+    weights = _weights(outputs, loss_decay_gamma)
+    with_l1 = _needs_l1(outputs, l1_loss_alpha)
+    ce, l1 = per_row(
+        outputs.draft_logits,
+        outputs.aligned_target_logits if with_l1 else None,
+        outputs.target_ids,
+        outputs.eval_mask != 0,
+        impl,
+    )
+    accept = _compute_accept_rate_3d(l1_dist_per_token=l1 if with_l1 else None)
+    l1_num, l1_den = _compute_local_l1_term(
+        l1_dist_per_token=l1 if l1_loss_alpha > 0 else None, loss_weight_mask=weights
+    )
+    zero = weights.new_zeros(())
+    terms = {
+        "ce_loss_num": _weighted_sum(weights, ce),
+        "ce_loss_den": _sum(weights),
+        "l1_loss_num": l1_num,
+        "l1_loss_den": l1_den,
+        "confidence_loss_num": zero,
+        "confidence_loss_den": zero,
+    }
+    if has_confidence:
+        terms["confidence_loss_num"] = _confidence_num(
+            outputs.confidence_pred, accept, outputs.eval_mask, weights
+        )
+        terms["confidence_loss_den"] = _sum(weights)
+    terms.update(
+        _collect_acceptance_diagnostics(
+            outputs=outputs,
+            accept_rate_3d=accept,
+            loss_weight_mask=weights,
+            has_confidence=has_confidence,
+        )
+    )
+    return terms, has_confidence
+
+
+def _all_reduce_loss_denominators(
+    *,
+    loss_terms: dict[str, Tensor],
+    world_size: int,
+    process_group: Optional[ProcessGroup] = None,
+) -> dict[str, Tensor]:
+    """The three denominators summed over the group, in one collective; inputs unchanged."""
+    names = ("ce_loss_den", "l1_loss_den", "confidence_loss_den")
+    packed = torch.stack([loss_terms[name].detach() for name in names])
+    if world_size > 1:
+        packed = all_reduce_sum(packed, process_group)
+    return dict(zip(names, packed.unbind()))
+
+
+def _build_loss(
+    *,
+    loss_terms: dict[str, Tensor],
+    global_denominators: dict[str, Tensor],
+    ce_loss_alpha: float,
+    l1_loss_alpha: float,
+    confidence_head_alpha: float,
+    has_confidence: bool,
+    world_size: int,
+) -> Tensor:
+    """The scalar that is differentiated: ``world_size`` times the alpha-weighted sum of the
+    terms, each over its global denominator. A term whose denominator is 0 is exactly 0."""
+    alphas = [("ce_loss", ce_loss_alpha)]
+    if l1_loss_alpha > 0:
+        alphas.append(("l1_loss", l1_loss_alpha))
+    if has_confidence:
+        alphas.append(("confidence_loss", confidence_head_alpha))
+    loss = loss_terms["ce_loss_num"].new_zeros(())
+    for name, alpha in alphas:
+        factor = _term_factor(world_size * alpha, global_denominators[f"{name}_den"])
+        loss = loss + factor * loss_terms[f"{name}_num"]
+    return loss
+
+
+def _term_factor(scale: float, denominator: Tensor) -> Tensor:
+    return torch.where(denominator > 0, scale / (denominator + _EPSILON), 0.0)
+
+
+# --- The objective ------------------------------------------------------------------------------
+
+
+def compute_dspark_loss(
+    *,
+    outputs: Any,
+    loss_decay_gamma: Optional[float],
+    ce_loss_alpha: float,
+    l1_loss_alpha: float,
+    confidence_head_alpha: float,
+    return_terms: bool = False,
+    process_group: Optional[ProcessGroup] = None,
+    grad_reduction: str = "mean",
+    denominators: Optional[Tensor] = None,
+    tp_group: Optional[ProcessGroup] = None,
+    vocab_start: Optional[int] = None,
+    vocab_size: Optional[int] = None,
+    inplace_grad: bool = False,
+    impl: str = "auto",
+) -> Union[Tensor, tuple[Tensor, dict[str, Tensor]]]:
+    """The DSpark objective: weighted cross-entropy, L1 distance and confidence BCE.
+
+    ``R * (ce_loss_alpha * sum(w ce) / den + l1_loss_alpha * sum(w l1) / den
+    + confidence_head_alpha * sum(w bce) / den)`` with ``w = eval_mask * exp(-k / gamma)`` and
+    ``den = sum(w)`` over the data-parallel group of size R.
+
+    Args:
+        outputs: a :class:`DSparkForwardOutput`, or any object with its attributes.
+        loss_decay_gamma: decay of the weights along the block; None or <= 0 for none.
+        ce_loss_alpha, l1_loss_alpha, confidence_head_alpha: weights of the three terms.
+            ``l1_loss_alpha <= 0`` switches the L1 term off; the confidence term is off when
+            ``confidence_pred`` is None.
+        return_terms: also return the detached terms.
+        process_group: the data-parallel group (default: the world, when initialised). Every rank
+            of it must call, whatever its data looks like.
+        grad_reduction: how gradients are combined over the group afterwards: ``"mean"`` (DDP,
+            FSDP; R is the group's size) or ``"sum"`` (R is 1).
+        denominators: a 0-dim tensor from :func:`dspark_ext.loss_denominators`, the denominator
+            of a whole accumulation window; no collective is issued then.
+        tp_group, vocab_start, vocab_size: vocabulary-parallel logits.
+        inplace_grad: write the gradient over ``draft_logits``' memory, which must not be read
+            afterwards. Saves the memory of the gradient. A fresh gradient is used all the same
+            where that is impossible (fp16 drafts, copied inputs, ``impl="torch"``, under
+            torch.compile).
+        impl: ``"auto"``, ``"kernel"`` or ``"torch"``.
+
+    Returns:
+        ``loss``, 0-dim float32 (float64 for float64 drafts), or ``(loss, terms)``. ``terms``
+        holds this rank's normalised ``loss``, ``ce_loss``, ``l1_loss``, ``confidence_loss``
+        and unreduced sums: ``*_loss_den``, ``accept_rate_per_pos_num/den`` ``[K]``,
+        ``tau_num/den``, ``confidence_abs_error_num``, ``confidence_bias_num``,
+        ``confidence_cumprod_bias_num``, ``confidence_diag_den``.
+
+    Raises:
+        ValueError: shapes or devices that do not belong together; L1 or confidence wanted
+            without target logits; an unknown option.
+        TypeError: an unsupported dtype or kind of tensor.
+        IndexError: an id outside [0, V) other than -100 on an active row (host tensors).
+        RuntimeError: ``inplace_grad`` on a leaf that requires grad or on overlapping memory;
+            at backward, ``create_graph=True``.
+    """
+    check_vocabulary_shard(tp_group, vocab_start, vocab_size)
+    world_size = _world_size(grad_reduction, process_group)
+    outputs = _checked(outputs, l1_loss_alpha > 0)
+    draft = outputs.draft_logits
+    use_kernel = _backend.uses_kernel(impl, draft.device)
+    if denominators is not None:
+        _check_denominators(denominators, draft)
+
+    if not use_kernel or draft.dtype == torch.float16:
+        loss_terms, has_confidence = _collect_local_terms(
+            outputs=outputs,
+            loss_decay_gamma=loss_decay_gamma,
+            l1_loss_alpha=l1_loss_alpha,
+            impl=impl,
+        )
+        global_denominator = _global_denominator(
+            loss_terms["ce_loss_den"], denominators, process_group
+        )
+        loss = _build_loss(
+            loss_terms=loss_terms,
+            global_denominators={
+                name: global_denominator
+                for name in ("ce_loss_den", "l1_loss_den", "confidence_loss_den")
+            },
+            ce_loss_alpha=ce_loss_alpha,
+            l1_loss_alpha=l1_loss_alpha,
+            confidence_head_alpha=confidence_head_alpha,
+            has_confidence=has_confidence,
+            world_size=world_size,
+        )
+    else:
+        loss, loss_terms = _fused_loss(
+            outputs,
+            loss_decay_gamma,
+            world_size,
+            (ce_loss_alpha, l1_loss_alpha, confidence_head_alpha),
+            process_group,
+            denominators,
+            inplace_grad,
+        )
+    if not return_terms:
+        return loss
+    return loss, _returned_terms(loss_terms, ce_loss_alpha, l1_loss_alpha, confidence_head_alpha)
+
+
+class DSparkLoss(nn.Module):
+    """:func:`compute_dspark_loss` with its scalars fixed at construction; holds no tensors.
+
+    ``loss_fn = DSparkLoss(loss_decay_gamma=4.0, ce_loss_alpha=0.1, l1_loss_alpha=0.9,
+    confidence_head_alpha=1.0)``, then ``loss_fn(outputs)`` or
+    ``loss, terms = loss_fn(outputs, return_terms=True)``.
+    """
+
+    def __init__(
+        self,
+        *,
+        loss_decay_gamma: Optional[float],
+        ce_loss_alpha: float,
+        l1_loss_alpha: float,
+        confidence_head_alpha: float,
+        grad_reduction: str = "mean",
+        inplace_grad: bool = False,
+        impl: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.loss_decay_gamma = loss_decay_gamma
+        self.ce_loss_alpha = ce_loss_alpha
+        self.l1_loss_alpha = l1_loss_alpha
+        self.confidence_head_alpha = confidence_head_alpha
+        self.grad_reduction = grad_reduction
+        self.inplace_grad = inplace_grad
+        self.impl = impl
+
+    def forward(
+        self,
+        outputs: Any,
+        *,
+        return_terms: bool = False,
+        process_group: Optional[ProcessGroup] = None,
+        denominators: Optional[Tensor] = None,
+        tp_group: Optional[ProcessGroup] = None,
+        vocab_start: Optional[int] = None,
+        vocab_size: Optional[int] = None,
+    ) -> Union[Tensor, tuple[Tensor, dict[str, Tensor]]]:
+        """See :func:`compute_dspark_loss`."""
+        return compute_dspark_loss(
+            outputs=outputs,
+            loss_decay_gamma=self.loss_decay_gamma,
+            ce_loss_alpha=self.ce_loss_alpha,
+            l1_loss_alpha=self.l1_loss_alpha,
+            confidence_head_alpha=self.confidence_head_alpha,
+            return_terms=return_terms,
+            process_group=process_group,
+            grad_reduction=self.grad_reduction,
+            denominators=denominators,
+            tp_group=tp_group,
+            vocab_start=vocab_start,
+            vocab_size=vocab_size,
+            inplace_grad=self.inplace_grad,
+            impl=self.impl,
+        )
+
+    def extra_repr(self) -> str:
+        return ", ".join(
+            f"{name}={getattr(self, name)!r}"
+            for name in (
+                "loss_decay_gamma",
+                "ce_loss_alpha",
+                "l1_loss_alpha",
+                "confidence_head_alpha",
+                "grad_reduction",
+                "inplace_grad",
+                "impl",
+            )
+        )
+
+
+def _fused_loss(
+    outputs: DSparkForwardOutput,
+    loss_decay_gamma: Optional[float],
+    world_size: int,
+    alphas: tuple[float, float, float],
+    process_group: Optional[ProcessGroup],
+    denominators: Optional[Tensor],
+    inplace_grad: bool,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss by one visit to the logits: denominators first, gradient in the forward pass."""
+    ce_alpha, l1_alpha, confidence_alpha = alphas
+    draft = outputs.draft_logits
+    weights = _weights(outputs, loss_decay_gamma)
+    local_denominator = _sum(weights)
+    global_denominator = _global_denominator(local_denominator, denominators, process_group)
+    coefficients = [
+        weights * _term_factor(world_size * alpha, global_denominator)
+        for alpha in (ce_alpha, max(l1_alpha, 0.0))
+    ]
+    with_l1 = _needs_l1(outputs, l1_alpha)
+    arguments = (
+        outputs.aligned_target_logits if with_l1 else None,
+        outputs.target_ids,
+        outputs.eval_mask != 0,
+        *coefficients,
+    )
+    # Decided here, since grad mode is always off inside an op body.
+    with_gradient = torch.is_grad_enabled() and draft.requires_grad
+    if with_gradient and inplace_grad and _can_write_over(draft):
+        objective, ce, l1 = ops.WeightedInplace.apply(draft, *arguments)
+    else:
+        objective, ce, l1, _ = torch.ops.dspark_ext.weighted_fwd(draft, *arguments, with_gradient)
+
+    accept = _compute_accept_rate_3d(l1_dist_per_token=l1 if with_l1 else None)
+    l1_num, l1_den = _compute_local_l1_term(
+        l1_dist_per_token=l1 if l1_alpha > 0 else None, loss_weight_mask=weights
+    )
+    zero = weights.new_zeros(())
+    has_confidence = outputs.confidence_pred is not None
+    confidence_num = zero
+    loss = objective
+    if has_confidence:
+        confidence_num = _confidence_num(
+            outputs.confidence_pred, accept, outputs.eval_mask, weights
+        )
+        factor = _term_factor(world_size * confidence_alpha, global_denominator)
+        loss = loss + factor * confidence_num
+    terms = {
+        "ce_loss_num": _weighted_sum(weights, ce),
+        "ce_loss_den": local_denominator,
+        "l1_loss_num": l1_num,
+        "l1_loss_den": l1_den,
+        "confidence_loss_num": confidence_num,
+        "confidence_loss_den": local_denominator if has_confidence else zero,
+    }
+    terms.update(
+        _collect_acceptance_diagnostics(
+            outputs=outputs,
+            accept_rate_3d=accept,
+            loss_weight_mask=weights,
+            has_confidence=has_confidence,
+        )
+    )
+    return loss, terms
+
+
+def _weights(outputs: DSparkForwardOutput, loss_decay_gamma: Optional[float]) -> Tensor:
+    return _build_loss_weight_mask(
+        eval_mask=outputs.eval_mask,
+        block_size=outputs.eval_mask.shape[-1],
+        device=outputs.draft_logits.device,
+        loss_decay_gamma=loss_decay_gamma,
+        dtype=_backend.result_dtype(outputs.draft_logits),
+    )
+
+
+def _needs_l1(outputs: DSparkForwardOutput, l1_loss_alpha: float) -> bool:
+    return outputs.aligned_target_logits is not None and (
+        l1_loss_alpha > 0 or outputs.confidence_pred is not None
+    )
+
+
+def _global_denominator(
+    local: Tensor, denominators: Optional[Tensor], process_group: Optional[ProcessGroup]
+) -> Tensor:
+    if denominators is not None:
+        return denominators.detach().to(local.dtype)
+    return all_reduce_sum(local, process_group)
+
+
+def _check_denominators(denominators: Tensor, draft: Tensor) -> None:
+    check_tensor("denominators", denominators, LOGIT_DTYPES)
+    check_same_shape("denominators", denominators, (), "loss_denominators() (one number)")
+    check_same_device("draft_logits", draft, denominators=denominators)
+
+
+def _world_size(grad_reduction: str, process_group: Optional[ProcessGroup]) -> int:
+    if grad_reduction not in ("mean", "sum"):
+        raise ValueError(f"grad_reduction is {grad_reduction!r}; expected 'mean' or 'sum'")
+    return group_size(process_group) if grad_reduction == "mean" else 1
+
+
+def _can_write_over(draft: Tensor) -> bool:
+    """Whether an in-place gradient is possible; raises where asking for it is a mistake."""
+    if torch.compiler.is_compiling():
+        return False
+    if draft.is_leaf:
+        raise RuntimeError(
+            "inplace_grad=True would overwrite draft_logits, which is a leaf that requires grad "
+            "(a parameter or an input); pass inplace_grad=False"
+        )
+    if _has_overlap(draft):
+        raise RuntimeError(
+            f"inplace_grad=True needs draft_logits whose elements do not share memory; strides "
+            f"{tuple(draft.stride())} of shape {tuple(draft.shape)} overlap; pass "
+            "inplace_grad=False or a contiguous tensor"
+        )
+    return True
+
+
+def _has_overlap(tensor: Tensor) -> bool:
+    """Whether two elements may share memory: sorted by stride, each dimension must step over
+    the whole extent of the smaller ones."""
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size > 1:
+            if stride < extent:
+                return True
+            extent += stride * (size - 1)
+    return False
+
+
+def _returned_terms(
+    loss_terms: dict[str, Tensor],
+    ce_loss_alpha: float,
+    l1_loss_alpha: float,
+    confidence_head_alpha: float,
+) -> dict[str, Tensor]:
+    """The public terms: local losses normalised by local denominators, the rest as sums."""
+    terms = {}
+    for name in ("ce_loss", "l1_loss", "confidence_loss"):
+        denominator = loss_terms[f"{name}_den"]
+        terms[name] = loss_terms[f"{name}_num"].detach() / (denominator + _EPSILON)
+        terms[f"{name}_den"] = denominator
+    terms["loss"] = (
+        ce_loss_alpha * terms["ce_loss"]
+        + l1_loss_alpha * terms["l1_loss"]
+        + confidence_head_alpha * terms["confidence_loss"]
+    )
+    terms["accept_rate_per_pos_num"] = loss_terms["accept_rate_pos_num"]
+    terms["accept_rate_per_pos_den"] = loss_terms["accept_rate_pos_den"]
+    for name in (
+        "tau_num",
+        "tau_den",
+        "confidence_abs_error_num",
+        "confidence_bias_num",
+        "confidence_cumprod_bias_num",
+        "confidence_diag_den",
+    ):
+        terms[name] = loss_terms[name]
+    return terms
