@@ -79,6 +79,7 @@ template <>
 inline Half from_real<Half>(double x) { return {float_to_half(static_cast<float>(x))}; }
 
 typedef uint16_t Short8 __attribute__((vector_size(16)));
+typedef uint16_t Short16 __attribute__((vector_size(32)));
 typedef uint32_t Word8 __attribute__((vector_size(32)));
 
 // kLanes<Real> consecutive elements at any alignment.
@@ -93,7 +94,12 @@ inline Vec<Real> load(const E* p) {
     Short8 raw;
     std::memcpy(&raw, p, sizeof raw);
     if constexpr (__is_same(E, BFloat16)) {
-      v = reinterpret_cast<Vec<float>>(__builtin_convertvector(raw, Word8) << 16);
+#if defined(__AVX2__)
+      const Word8 wide = reinterpret_cast<Word8>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(raw)));
+#else
+      const Word8 wide = __builtin_convertvector(raw, Word8);
+#endif
+      v = reinterpret_cast<Vec<float>>(wide << 16);
     } else {
 #if defined(__F16C__)
       v = reinterpret_cast<Vec<float>>(_mm256_cvtph_ps(reinterpret_cast<__m128i>(raw)));
@@ -105,35 +111,60 @@ inline Vec<Real> load(const E* p) {
   return v;
 }
 
-inline Short8 to_bfloat16(Vec<float> v) {
-  const Word8 bits = reinterpret_cast<Word8>(v);
-  const Word8 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const Word8 is_nan = reinterpret_cast<Word8>(v != v);
-  return __builtin_convertvector((rounded & ~is_nan) | (((bits >> 16) | 0x40u) & is_nan), Short8);
-}
-
-inline Short8 to_half(Vec<float> v) {
-#if defined(__F16C__)
-  return reinterpret_cast<Short8>(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+// Eight or sixteen floats to 16 bits, rounded to nearest even.
+//
+// bfloat16 without the usual test for NaN: adding the rounding increment to a NaN keeps it one
+// unless its low mantissa bits are set, and here those are zero, since a NaN in a bfloat16
+// gradient comes from bfloat16 logits or is made canonical (see Slopes).
+template <class E>
+inline Short16 to_shorts(Vec<float> a, Vec<float> b) {
+  if constexpr (__is_same(E, BFloat16)) {
+    auto round = [](Vec<float> v) {
+      const Word8 bits = reinterpret_cast<Word8>(v);
+      return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    };
+    const Word8 low = round(a), high = round(b);
+#if defined(__AVX2__)
+    const __m256i packed =
+        _mm256_packus_epi32(reinterpret_cast<__m256i>(low), reinterpret_cast<__m256i>(high));
+    return reinterpret_cast<Short16>(_mm256_permute4x64_epi64(packed, _MM_SHUFFLE(3, 1, 2, 0)));
 #else
-  Short8 raw{};
-  for (int i = 0; i < 8; ++i) raw[i] = float_to_half(v[i]);
-  return raw;
+    const Short8 halves[2] = {__builtin_convertvector(low, Short8),
+                              __builtin_convertvector(high, Short8)};
+    Short16 result;
+    std::memcpy(&result, halves, sizeof result);
+    return result;
 #endif
+  } else {
+    Short16 result;
+#if defined(__F16C__)
+    const __m128i halves[2] = {_mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT),
+                               _mm256_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT)};
+    std::memcpy(&result, halves, sizeof result);
+#else
+    for (int i = 0; i < 8; ++i) {
+      result[i] = float_to_half(a[i]);
+      result[i + 8] = float_to_half(b[i]);
+    }
+#endif
+    return result;
+  }
 }
 
-// One block of results in the element type, ready to be copied or streamed.
+// One block of results into the element type, at any address.
 template <class E, class Real>
-inline void convert_block(const Vec<Real> (&v)[kUnroll], E* out) {
+inline void store_block(const Vec<Real> (&v)[kUnroll], E* out) {
   static_assert(sizeof(E) <= sizeof(Real));
-  for (int u = 0; u < kUnroll; ++u) {
-    if constexpr (sizeof(E) == sizeof(Real)) {
-      std::memcpy(out + u * kLanes<Real>, &v[u], sizeof v[u]);
-    } else if constexpr (sizeof(Real) == 8) {
-      for (int i = 0; i < kLanes<double>; ++i) out[u * kLanes<double> + i] = from_real<E>(v[u][i]);
-    } else {
-      const Short8 raw = __is_same(E, BFloat16) ? to_bfloat16(v[u]) : to_half(v[u]);
-      std::memcpy(out + u * 8, &raw, sizeof raw);
+  if constexpr (sizeof(E) == sizeof(Real)) {
+    std::memcpy(out, v, sizeof v);
+  } else if constexpr (sizeof(Real) == 8) {
+    for (int i = 0; i < kBlock<double>; ++i) {
+      out[i] = from_real<E>(v[i / kLanes<double>][i % kLanes<double>]);
+    }
+  } else {
+    for (int u = 0; u < kUnroll; u += 2) {
+      const Short16 shorts = to_shorts<E>(v[u], v[u + 1]);
+      std::memcpy(out + u * 8, &shorts, sizeof shorts);
     }
   }
 }
@@ -142,28 +173,29 @@ inline void convert_block(const Vec<Real> (&v)[kUnroll], E* out) {
 template <class E, class Real>
 inline constexpr bool kStreamable = sizeof(E) == sizeof(Real) || sizeof(Real) == 4;
 
-// convert_block by stores that bypass the caches, to an address that is a multiple of 32.
+// Stores 32 bytes past the caches, to an address that is a multiple of 32.
+template <class V>
+inline void stream(void* out, V v) {
+  static_assert(sizeof v == 32);
+#if defined(__AVX__)
+  _mm256_stream_si256(static_cast<__m256i*>(out), reinterpret_cast<__m256i>(v));
+#elif defined(__SSE2__)
+  __m128i halves[2];
+  std::memcpy(halves, &v, sizeof v);
+  _mm_stream_si128(static_cast<__m128i*>(out), halves[0]);
+  _mm_stream_si128(static_cast<__m128i*>(out) + 1, halves[1]);
+#else
+  std::memcpy(out, &v, sizeof v);
+#endif
+}
+
 template <class E, class Real>
 inline void stream_block(const Vec<Real> (&v)[kUnroll], E* out) {
-#if defined(__SSE2__)
-  for (int u = 0; u < kUnroll; ++u) {
-    if constexpr (sizeof(E) == 2) {
-      const Short8 raw = __is_same(E, BFloat16) ? to_bfloat16(v[u]) : to_half(v[u]);
-      _mm_stream_si128(reinterpret_cast<__m128i*>(out) + u, reinterpret_cast<__m128i>(raw));
-    } else {
-#if defined(__AVX__)
-      _mm256_stream_si256(reinterpret_cast<__m256i*>(out) + u, reinterpret_cast<__m256i>(v[u]));
-#else
-      __m128i half[2];
-      std::memcpy(half, &v[u], sizeof half);
-      _mm_stream_si128(reinterpret_cast<__m128i*>(out) + 2 * u, half[0]);
-      _mm_stream_si128(reinterpret_cast<__m128i*>(out) + 2 * u + 1, half[1]);
-#endif
-    }
+  if constexpr (sizeof(E) == sizeof(Real)) {
+    for (int u = 0; u < kUnroll; ++u) stream(out + u * kLanes<Real>, v[u]);
+  } else {
+    for (int u = 0; u < kUnroll; u += 2) stream(out + u * 8, to_shorts<E>(v[u], v[u + 1]));
   }
-#else
-  convert_block<E, Real>(v, out);
-#endif
 }
 
 // Calls f with a null pointer of the element type that a dtype code stands for.

@@ -19,9 +19,13 @@ struct Slopes {
 
   Slopes(double a, double b, double s) {
     // A teacher that is only reported on (b = 0) must not reach the gradient, not even as NaN.
-    above = static_cast<Real>(b == 0 ? a : a + b * (1 - s));
-    tie = static_cast<Real>(b == 0 ? a : a - b * s);
-    below = static_cast<Real>(b == 0 ? a : a - b * (1 + s));
+    above = canonical(b == 0 ? a : a + b * (1 - s));
+    tie = canonical(b == 0 ? a : a - b * s);
+    below = canonical(b == 0 ? a : a - b * (1 + s));
+  }
+
+  static Real canonical(double x) {
+    return x != x ? std::numeric_limits<Real>::quiet_NaN() : static_cast<Real>(x);
   }
 };
 
@@ -39,7 +43,7 @@ inline void write_chunk(E* out, int64_t size, bool streamed, F&& produce) {
       const int64_t head = static_cast<int64_t>((32 - misalignment) % 32 / sizeof(E));
       if (head > 0) {
         produce(i, v);
-        convert_block<E, Real>(v, block);
+        store_block<E, Real>(v, block);
         i = head < size ? head : size;
         std::memcpy(out, block, static_cast<size_t>(i) * sizeof(E));
       }
@@ -51,7 +55,7 @@ inline void write_chunk(E* out, int64_t size, bool streamed, F&& produce) {
   }
   for (; i < size; i += kBlock<Real>) {
     produce(i, v);
-    convert_block<E, Real>(v, block);
+    store_block<E, Real>(v, block);
     const int64_t count = size - i < kBlock<Real> ? size - i : kBlock<Real>;
     std::memcpy(out + i, block, static_cast<size_t>(count) * sizeof(E));
   }
@@ -173,7 +177,7 @@ void gradient_rows(const GradientArgs& args) {
       const Slopes<Real> slopes(a, b, s);
       const Real p_scale = static_cast<Real>(1 / p.z());
       const Real q_scale = t != nullptr ? static_cast<Real>(1 / q.z()) : Real(0);
-      for_each_chunk(columns, team, [&](int64_t, int64_t begin, int64_t size) {
+      for_each_chunk(columns, team, Order::kForward, [&](int64_t, int64_t begin, int64_t size) {
         ChunkExponentials<Real> e(size), f(size);
         draft.exponentials(x, begin, size, static_cast<Real>(p.m), e.values);
         if (t != nullptr) target.exponentials(t, begin, size, static_cast<Real>(q.m), f.values);

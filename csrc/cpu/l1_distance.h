@@ -67,7 +67,7 @@ void l1_distance_rows(const L1DistanceArgs& args) {
       const RowStatistics q = load_statistics<Real>(args.target_statistics, row);
       auto* partial = reinterpret_cast<Distance*>(static_cast<char*>(args.scratch) +
                                                   thread * chunk_scratch_bytes(columns));
-      for_each_chunk(columns, team, [&](int64_t i, int64_t begin, int64_t size) {
+      for_each_chunk(columns, team, Order::kForward, [&](int64_t i, int64_t begin, int64_t size) {
         ChunkExponentials<Real> e(size), f(size);
         draft.exponentials(x, begin, size, static_cast<Real>(p.m), e.values);
         target.exponentials(t, begin, size, static_cast<Real>(q.m), f.values);

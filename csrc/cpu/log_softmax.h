@@ -86,7 +86,7 @@ inline double chunk_exponentials(const E* x, int64_t size, Real m, Real* e) {
   for_each_block<Real>(x, size, [&](int64_t i, const E* block) {
     constexpr int64_t kBytes = kBlock<Real> * sizeof(E);
     const char* ahead = reinterpret_cast<const char*>(x + kChunkColumns + i);
-    for (int64_t line = 0; line < kBytes; line += 64) __builtin_prefetch(ahead + line, 0, 3);
+    for (int64_t line = 0; line < kBytes; line += 64) __builtin_prefetch(ahead + line, 0, 0);
     for (int u = 0; u < kUnroll; ++u) {
       const Vec<Real> y = exponential(load<Real>(block + u * kLanes<Real>) - m);
       sum[u] += y;
@@ -157,7 +157,7 @@ inline RowStatistics combine(const Reader<Real>& reader, const void* row, int64_
   for (int64_t i = 0; i < chunk_count(columns); ++i) {
     result.m = chunks[i].maximum > result.m ? chunks[i].maximum : result.m;
   }
-  for_each_chunk(columns, 1, [&](int64_t i, int64_t begin, int64_t size) {
+  for_each_chunk(columns, 1, Order::kForward, [&](int64_t i, int64_t begin, int64_t size) {
     if (chunks[i].maximum == result.m) {
       reader.count_maxima(row, begin, size, static_cast<Real>(result.m),
                           exponentials(begin, size), &result.c, &result.t);
@@ -212,7 +212,7 @@ void log_softmax_rows(const LogSoftmaxArgs& args) {
       const void* x = args.logits->row(row);
       auto* chunks = reinterpret_cast<ChunkStatistics*>(
           static_cast<char*>(args.scratch) + thread * chunk_scratch_bytes(columns));
-      for_each_chunk(columns, team, [&](int64_t i, int64_t begin, int64_t size) {
+      for_each_chunk(columns, team, Order::kForward, [&](int64_t i, int64_t begin, int64_t size) {
         ChunkExponentials<Real> e(size);
         chunks[i] = reader.statistics(x, begin, size, e.values);
       });

@@ -20,9 +20,12 @@ inline int64_t chunk_count(int64_t columns) {
   return (columns + kChunkColumns - 1) / kChunkColumns;
 }
 
-// Runs f(chunk, begin, size) for each chunk of a row, on `threads` threads.
+enum class Order { kForward, kBackward };
+
+// Runs f(chunk, begin, size) for each chunk of a row, on `threads` threads. A sweep that runs
+// against the direction of the one before begins with what that one left in the cache.
 template <class F>
-inline void for_each_chunk(int64_t columns, int threads, F&& f) {
+inline void for_each_chunk(int64_t columns, int threads, Order order, F&& f) {
   const int64_t chunks = chunk_count(columns);
   auto run = [&](int64_t chunk) {
     const int64_t begin = chunk * kChunkColumns;
@@ -35,7 +38,11 @@ inline void for_each_chunk(int64_t columns, int threads, F&& f) {
     return;
   }
 #endif
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) run(chunk);
+  if (order == Order::kForward) {
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) run(chunk);
+  } else {
+    for (int64_t chunk = chunks; chunk-- > 0;) run(chunk);
+  }
 }
 
 // Runs f(row, thread, threads_within_row) for every row. Rows are dealt to threads one at a

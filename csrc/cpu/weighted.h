@@ -85,7 +85,7 @@ void weighted_rows(const WeightedArgs& args) {
       auto* partial = reinterpret_cast<Distance*>(scratch);
       const bool has_target = target.row != nullptr;
 
-      for_each_chunk(columns, team, [&](int64_t i, int64_t begin, int64_t size) {
+      for_each_chunk(columns, team, Order::kForward, [&](int64_t i, int64_t begin, int64_t size) {
         draft.read_chunk(i, begin, size);
         if (has_target) target.read_chunk(i, begin, size);
       });
@@ -94,7 +94,7 @@ void weighted_rows(const WeightedArgs& args) {
       if (has_target) {
         target.finish(columns);
         target_statistics = target.statistics;
-        for_each_chunk(columns, team, [&](int64_t i, int64_t begin, int64_t size) {
+        for_each_chunk(columns, team, Order::kBackward, [&](int64_t i, int64_t begin, int64_t size) {
           partial[i] = chunk_distance<Real>(draft.e + begin, target.e + begin, size,
                                             draft.scale(i), target.scale(i));
         });
@@ -117,7 +117,7 @@ void weighted_rows(const WeightedArgs& args) {
             has_target ? static_cast<double>(static_cast<const Real*>(args.l1_coefficient)[row]) : 0;
         const double s = distance.s();
         const Slopes<Real> slopes(a, b, s);
-        for_each_chunk(columns, team, [&](int64_t i, int64_t begin, int64_t size) {
+        for_each_chunk(columns, team, Order::kForward, [&](int64_t i, int64_t begin, int64_t size) {
           const Real p_scale = draft.scale(i);
           const Real q_scale = has_target ? target.scale(i) : Real(0);
           writer.gradient(out, begin, size, draft.e + begin,
