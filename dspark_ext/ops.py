@@ -276,7 +276,8 @@ def apply_upstream(gradient: Tensor, upstream: Optional[Tensor]) -> Optional[Ten
     """
     if upstream is None:
         return None
-    if torch.compiler.is_compiling() or _engine_keeps_graph():
+    traced = torch.compiler.is_compiling() or type(gradient) is not Tensor
+    if traced or _engine_keeps_graph():
         return torch.ops.dspark_ext.weighted_bwd(gradient, upstream)
     torch.ops.dspark_ext.weighted_bwd_(gradient, upstream)
     return gradient
