@@ -19,6 +19,13 @@ SOURCE = Path(__file__).parent.resolve()
 class CMakeBuild(build_ext):
     """Builds the one extension by configuring and building CMakeLists.txt."""
 
+    def run(self) -> None:
+        super().run()
+        # Also beside the sources, as an editable install does: Python prefers the package in the
+        # current folder, so `python -m dspark_ext` in a checkout would not find the installed one.
+        if not self.inplace:
+            self.copy_extensions_to_source()
+
     def build_extension(self, ext: Extension) -> None:
         module = Path(self.get_ext_fullpath(ext.name)).resolve()
         build = Path(self.build_temp).resolve() / "cmake"

@@ -68,14 +68,14 @@ void bind_cpu(py::module_& m) {
       },
       py::arg("draft"), py::arg("target").none(true), py::arg("ids"), py::arg("active"),
       py::arg("draft_statistics"), py::arg("target_statistics"), py::arg("s"),
-      py::arg("ce_coefficient"), py::arg("l1_coefficient"), py::arg("gradient"),
-      py::arg("threads"), release());
+      py::arg("ce_coefficient"), py::arg("l1_coefficient"), py::arg("gradient"), py::arg("threads"),
+      release());
   m.def(
       "cpu_weighted",
       [](const Rows& draft, const Rows* target, uintptr_t ids, uintptr_t active,
          uintptr_t ce_coefficient, uintptr_t l1_coefficient, uintptr_t ce, uintptr_t l1,
-         uintptr_t draft_statistics, uintptr_t target_statistics, uintptr_t s,
-         const Rows* gradient, uintptr_t scratch, int threads) {
+         uintptr_t draft_statistics, uintptr_t target_statistics, uintptr_t s, const Rows* gradient,
+         uintptr_t scratch, int threads) {
         kernels().weighted({&draft, target, pointer<const int64_t>(ids),
                             pointer<const uint8_t>(active), pointer<const void>(ce_coefficient),
                             pointer<const void>(l1_coefficient), pointer<void>(ce),
@@ -134,11 +134,10 @@ PYBIND11_MODULE(_C, m) {
       .value("bfloat16", DType::kBFloat16)
       .value("float16", DType::kFloat16)
       .value("float64", DType::kFloat64);
-  py::class_<Rows>(m, "Rows")
-      .def(py::init<uintptr_t, DType, const std::vector<int64_t>&, const std::vector<int64_t>&,
-                    int64_t>(),
-           py::arg("data"), py::arg("dtype"), py::arg("sizes"), py::arg("strides"),
-           py::arg("columns"));
+  py::class_<Rows>(m, "Rows").def(py::init<uintptr_t, DType, const std::vector<int64_t>&,
+                                           const std::vector<int64_t>&, int64_t>(),
+                                  py::arg("data"), py::arg("dtype"), py::arg("sizes"),
+                                  py::arg("strides"), py::arg("columns"));
 
   bind_cpu(m);
 #ifdef DSPARK_HAVE_CUDA

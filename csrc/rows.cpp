@@ -40,9 +40,12 @@ void* Rows::row(int64_t index) const {
 
 Rows::TwoStrides Rows::two_strides() const {
   switch (sizes_.size()) {
-    case 0: return {1, 0, 0};
-    case 1: return {sizes_[0], 0, strides_[0]};
-    case 2: return {sizes_[1], strides_[0], strides_[1]};
+    case 0:
+      return {1, 0, 0};
+    case 1:
+      return {sizes_[0], 0, strides_[0]};
+    case 2:
+      return {sizes_[1], strides_[0], strides_[1]};
     default:
       throw std::invalid_argument("Rows: more than two independent strides on the device");
   }

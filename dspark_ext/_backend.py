@@ -184,22 +184,23 @@ def gradient(
     """Gradient of ``sum(a * ce + b * l1)`` in the draft's shape and dtype, contiguous."""
     real = real_dtype(draft, target)
     ids, active = _prepare_ids(ids, active, draft.shape[-1])
-    out = _empty_gradient(draft)
-    operands = [
-        None if t is None else t.to(real).contiguous()
-        for t in (draft_statistics, target_statistics, ce_coefficient, l1_coefficient)
-    ]
-    s = None if s is None else s.contiguous()
+    out = empty_gradient(draft)
+    # Named here so that converted copies live until the kernel has read them.
+    draft_statistics = draft_statistics.to(real).contiguous()
+    target_statistics = _contiguous(target_statistics, real)
+    ce_coefficient = _contiguous(ce_coefficient, real)
+    l1_coefficient = _contiguous(l1_coefficient, real)
+    s = _contiguous(s, torch.float64)
     _C.cpu_gradient(
         _rows(draft),
         None if target is None else _rows(target),
         _address(ids),
         _address(active),
-        _address(operands[0]),
-        _address(operands[1]),
+        _address(draft_statistics),
+        _address(target_statistics),
         _address(s),
-        _address(operands[2]),
-        _address(operands[3]),
+        _address(ce_coefficient),
+        _address(l1_coefficient),
         _rows(out),
         torch.get_num_threads(),
     )
@@ -212,10 +213,19 @@ def ce_and_l1(
     """``ce``, ``l1``, both statistics ``[..., 3]`` and ``S``, at one visit to both rows."""
     real = real_dtype(draft, target)
     leading = draft.shape[:-1]
-    statistics = [torch.empty((*leading, 3), dtype=real) for _ in range(2)]
+    draft_statistics = torch.empty((*leading, 3), dtype=real)
+    target_statistics = torch.empty((*leading, 3), dtype=real)
     s = torch.empty(leading, dtype=torch.float64)
-    ce, l1 = _weighted(draft, target, ids, active, None, None, *statistics, s, None)
-    return ce, l1, *statistics, s
+    ce, l1 = _weighted(
+        draft,
+        target,
+        ids,
+        active,
+        draft_statistics=draft_statistics,
+        target_statistics=target_statistics,
+        s=s,
+    )
+    return ce, l1, draft_statistics, target_statistics, s
 
 
 def weighted(
@@ -225,16 +235,19 @@ def weighted(
     active: Optional[Tensor],
     ce_coefficient: Tensor,
     l1_coefficient: Tensor,
-    gradient: str,
-) -> tuple[Tensor, Tensor, Optional[Tensor]]:
-    """``ce``, ``l1`` and the gradient: ``"none"``, ``"fresh"``, or ``"inplace"`` over the draft."""
-    out = {"none": None, "inplace": draft}.get(gradient, None)
-    if gradient == "fresh":
-        out = _empty_gradient(draft)
-    ce, l1 = _weighted(
-        draft, target, ids, active, ce_coefficient, l1_coefficient, None, None, None, out
+    gradient: Optional[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """``ce`` and ``l1``, and into ``gradient`` (None, fresh memory, or the draft itself) the
+    gradient of ``sum(ce_coefficient * ce + l1_coefficient * l1)``."""
+    return _weighted(
+        draft,
+        target,
+        ids,
+        active,
+        ce_coefficient=ce_coefficient,
+        l1_coefficient=l1_coefficient,
+        gradient=gradient,
     )
-    return ce, l1, out
 
 
 def scale(source: Tensor, factor: Tensor, destination: Tensor) -> None:
@@ -251,9 +264,13 @@ def scale(source: Tensor, factor: Tensor, destination: Tensor) -> None:
     )
 
 
-def empty_like_gradient(gradient: Tensor) -> Tensor:
-    """Fresh memory for a scaled copy of a gradient."""
-    return _empty_gradient(gradient)
+def empty_gradient(like: Tensor) -> Tensor:
+    """Fresh contiguous memory of a tensor's shape and dtype, in huge pages where possible."""
+    out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    size = out.numel() * out.element_size()
+    if size >= _HUGE_PAGE_BYTES and not out.is_cuda:
+        _C.cpu_advise_huge_pages(_address(out), size)
+    return out
 
 
 def _weighted(
@@ -261,37 +278,36 @@ def _weighted(
     target: Optional[Tensor],
     ids: Optional[Tensor],
     active: Optional[Tensor],
-    ce_coefficient: Optional[Tensor],
-    l1_coefficient: Optional[Tensor],
-    draft_statistics: Optional[Tensor],
-    target_statistics: Optional[Tensor],
-    s: Optional[Tensor],
-    out: Optional[Tensor],
+    *,
+    ce_coefficient: Optional[Tensor] = None,
+    l1_coefficient: Optional[Tensor] = None,
+    draft_statistics: Optional[Tensor] = None,
+    target_statistics: Optional[Tensor] = None,
+    s: Optional[Tensor] = None,
+    gradient: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
     real = real_dtype(draft, target)
     leading, columns = draft.shape[:-1], draft.shape[-1]
     ids, active = _prepare_ids(ids, active, columns)
+    ce_coefficient = _contiguous(ce_coefficient, real)
+    l1_coefficient = _contiguous(l1_coefficient, real)
     ce = torch.empty(leading, dtype=real)
     l1 = torch.empty(leading, dtype=real)
-    coefficients = [
-        None if t is None else t.to(real).contiguous() for t in (ce_coefficient, l1_coefficient)
-    ]
     threads = torch.get_num_threads()
-    scratch = _scratch(
-        threads * _C.cpu_weighted_scratch_bytes(columns, real == torch.float64)
-    )
+    scratch = _scratch(threads * _C.cpu_weighted_scratch_bytes(columns, real == torch.float64))
     _C.cpu_weighted(
         _rows(draft),
         None if target is None else _rows(target),
         _address(ids),
         _address(active),
-        *(_address(t) for t in coefficients),
+        _address(ce_coefficient),
+        _address(l1_coefficient),
         _address(ce),
         _address(l1),
         _address(draft_statistics),
         _address(target_statistics),
         _address(s),
-        None if out is None else _rows(out),
+        None if gradient is None else _rows(gradient),
         _address(scratch),
         threads,
     )
@@ -337,9 +353,5 @@ def _scratch(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8)
 
 
-def _empty_gradient(like: Tensor) -> Tensor:
-    out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    size = out.numel() * out.element_size()
-    if size >= _HUGE_PAGE_BYTES and not out.is_cuda:
-        _C.cpu_advise_huge_pages(_address(out), size)
-    return out
+def _contiguous(tensor: Optional[Tensor], dtype: torch.dtype) -> Optional[Tensor]:
+    return None if tensor is None else tensor.to(dtype).contiguous()

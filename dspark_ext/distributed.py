@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Optional, Sequence, Union
+from typing import TYPE_CHECKING, Optional, Sequence, Union
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dspark_ext.reduction import ordered_sum
 
-ProcessGroup = object  # torch.distributed.ProcessGroup where torch was built with it
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def group_size(process_group: Optional[ProcessGroup] = None) -> int:
@@ -29,7 +30,7 @@ def all_reduce_sum(values: Tensor, process_group: Optional[ProcessGroup] = None)
         return values
     from torch.distributed import _functional_collectives as collectives
 
-    group = dist.group.WORLD if process_group is None else process_group
+    group = dist.distributed_c10d._get_default_group() if process_group is None else process_group
     return collectives.wait_tensor(collectives.all_reduce(values.detach(), "sum", group))
 
 

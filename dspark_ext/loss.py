@@ -15,7 +15,7 @@ and ``impl="torch"``.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import torch
 import torch.nn.functional as F
@@ -33,9 +33,12 @@ from dspark_ext._validate import (
     check_tensor,
     check_vocabulary_shard,
 )
-from dspark_ext.distributed import ProcessGroup, all_reduce_sum, group_size
+from dspark_ext.distributed import all_reduce_sum, group_size
 from dspark_ext.reduction import ordered_sum
 from dspark_ext.rowwise import l1_distance, per_row
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["compute_dspark_loss"]
 
@@ -260,41 +263,48 @@ def _collect_local_terms(
     outputs = _checked(outputs, l1_loss_alpha > 0)
     has_confidence = outputs.confidence_pred is not None
     weights = _weights(outputs, loss_decay_gamma)
-    with_l1 = _needs_l1(outputs, l1_loss_alpha)
     ce, l1 = per_row(
         outputs.draft_logits,
-        outputs.aligned_target_logits if with_l1 else None,
+        outputs.aligned_target_logits if _needs_l1(outputs, l1_loss_alpha) else None,
         outputs.target_ids,
         outputs.eval_mask != 0,
         impl,
     )
-    accept = _compute_accept_rate_3d(l1_dist_per_token=l1 if with_l1 else None)
+    return _local_terms(outputs, weights, ce, l1, l1_loss_alpha), has_confidence
+
+
+def _local_terms(
+    outputs: DSparkForwardOutput, weights: Tensor, ce: Tensor, l1: Tensor, l1_loss_alpha: float
+) -> dict[str, Tensor]:
+    """Weighted sums and diagnostics from the rows' ``ce`` and ``l1``."""
+    denominator, zero = _sum(weights), weights.new_zeros(())
+    has_l1 = _needs_l1(outputs, l1_loss_alpha)
+    accept = _compute_accept_rate_3d(l1_dist_per_token=l1 if has_l1 else None)
     l1_num, l1_den = _compute_local_l1_term(
         l1_dist_per_token=l1 if l1_loss_alpha > 0 else None, loss_weight_mask=weights
     )
-    zero = weights.new_zeros(())
     terms = {
         "ce_loss_num": _weighted_sum(weights, ce),
-        "ce_loss_den": _sum(weights),
+        "ce_loss_den": denominator,
         "l1_loss_num": l1_num,
         "l1_loss_den": l1_den,
         "confidence_loss_num": zero,
         "confidence_loss_den": zero,
     }
-    if has_confidence:
+    if outputs.confidence_pred is not None and accept is not None:
         terms["confidence_loss_num"] = _confidence_num(
             outputs.confidence_pred, accept, outputs.eval_mask, weights
         )
-        terms["confidence_loss_den"] = _sum(weights)
+        terms["confidence_loss_den"] = denominator
     terms.update(
         _collect_acceptance_diagnostics(
             outputs=outputs,
             accept_rate_3d=accept,
             loss_weight_mask=weights,
-            has_confidence=has_confidence,
+            has_confidence=outputs.confidence_pred is not None,
         )
     )
-    return terms, has_confidence
+    return terms
 
 
 def _all_reduce_loss_denominators(
@@ -530,56 +540,29 @@ def _fused_loss(
     ce_alpha, l1_alpha, confidence_alpha = alphas
     draft = outputs.draft_logits
     weights = _weights(outputs, loss_decay_gamma)
-    local_denominator = _sum(weights)
-    global_denominator = _global_denominator(local_denominator, denominators, process_group)
-    coefficients = [
-        weights * _term_factor(world_size * alpha, global_denominator)
+    denominator = _global_denominator(_sum(weights), denominators, process_group)
+    ce_coefficient, l1_coefficient = (
+        weights * _term_factor(world_size * alpha, denominator)
         for alpha in (ce_alpha, max(l1_alpha, 0.0))
-    ]
-    with_l1 = _needs_l1(outputs, l1_alpha)
+    )
     arguments = (
-        outputs.aligned_target_logits if with_l1 else None,
+        draft,
+        outputs.aligned_target_logits if _needs_l1(outputs, l1_alpha) else None,
         outputs.target_ids,
         outputs.eval_mask != 0,
-        *coefficients,
+        ce_coefficient,
+        l1_coefficient,
     )
     # Decided here, since grad mode is always off inside an op body.
     with_gradient = torch.is_grad_enabled() and draft.requires_grad
     if with_gradient and inplace_grad and _can_write_over(draft):
-        objective, ce, l1 = ops.WeightedInplace.apply(draft, *arguments)
+        loss, ce, l1 = ops.WeightedInplace.apply(*arguments)
     else:
-        objective, ce, l1, _ = torch.ops.dspark_ext.weighted_fwd(draft, *arguments, with_gradient)
-
-    accept = _compute_accept_rate_3d(l1_dist_per_token=l1 if with_l1 else None)
-    l1_num, l1_den = _compute_local_l1_term(
-        l1_dist_per_token=l1 if l1_alpha > 0 else None, loss_weight_mask=weights
-    )
-    zero = weights.new_zeros(())
-    has_confidence = outputs.confidence_pred is not None
-    confidence_num = zero
-    loss = objective
-    if has_confidence:
-        confidence_num = _confidence_num(
-            outputs.confidence_pred, accept, outputs.eval_mask, weights
-        )
-        factor = _term_factor(world_size * confidence_alpha, global_denominator)
-        loss = loss + factor * confidence_num
-    terms = {
-        "ce_loss_num": _weighted_sum(weights, ce),
-        "ce_loss_den": local_denominator,
-        "l1_loss_num": l1_num,
-        "l1_loss_den": l1_den,
-        "confidence_loss_num": confidence_num,
-        "confidence_loss_den": local_denominator if has_confidence else zero,
-    }
-    terms.update(
-        _collect_acceptance_diagnostics(
-            outputs=outputs,
-            accept_rate_3d=accept,
-            loss_weight_mask=weights,
-            has_confidence=has_confidence,
-        )
-    )
+        loss, ce, l1, _ = torch.ops.dspark_ext.weighted_fwd(*arguments, with_gradient)
+    terms = _local_terms(outputs, weights, ce, l1, l1_alpha)
+    if outputs.confidence_pred is not None:
+        factor = _term_factor(world_size * confidence_alpha, denominator)
+        loss = loss + factor * terms["confidence_loss_num"]
     return loss, terms
 
 

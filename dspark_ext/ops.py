@@ -31,10 +31,9 @@ _LIBRARY = torch.library.Library("dspark_ext", "DEF")
 
 
 def _define(schema: str) -> None:
-    # Outputs keep the strides the op gave them also under torch.compile.
-    _LIBRARY.define(schema, tags=(torch.Tag.needs_exact_strides,)) if hasattr(
-        torch.Tag, "needs_exact_strides"
-    ) else _LIBRARY.define(schema)
+    # Under torch.compile as well, inputs keep the strides they had: no copy to satisfy an op that
+    # takes any.
+    _LIBRARY.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
 
 
 _define(
@@ -67,8 +66,8 @@ _define("weighted_bwd(Tensor gradient, Tensor upstream) -> Tensor")
 _define("weighted_bwd_(Tensor(a!) gradient, Tensor upstream) -> ()")
 
 
-def _to_result(draft: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(t.to(_backend.result_dtype(draft)) for t in tensors)
+def _to_result(draft: Tensor, values: Tensor) -> Tensor:
+    return values.to(_backend.result_dtype(draft))
 
 
 # --- log_softmax ---------------------------------------------------------------------------------
@@ -121,7 +120,7 @@ def _l1_distance_fwd(
     active: Optional[Tensor],
 ) -> tuple[Tensor, Tensor]:
     l1, s = _backend.l1_distance(draft, target, draft_statistics, target_statistics, active)
-    return *_to_result(draft, l1), s
+    return _to_result(draft, l1), s
 
 
 def _l1_distance_fwd_fake(
@@ -145,7 +144,13 @@ def _ce_and_l1_fwd(
     draft: Tensor, target: Optional[Tensor], ids: Optional[Tensor], active: Optional[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     ce, l1, draft_statistics, target_statistics, s = _backend.ce_and_l1(draft, target, ids, active)
-    return *_to_result(draft, ce, l1), draft_statistics, target_statistics, s
+    return (
+        _to_result(draft, ce),
+        _to_result(draft, l1),
+        draft_statistics,
+        target_statistics,
+        s,
+    )
 
 
 def _ce_and_l1_fwd_fake(
@@ -205,9 +210,7 @@ def _ce_and_l1_bwd_fake(
 # --- weighted ------------------------------------------------------------------------------------
 
 
-def _objective(
-    ce: Tensor, l1: Tensor, ce_coefficient: Tensor, l1_coefficient: Tensor
-) -> Tensor:
+def _objective(ce: Tensor, l1: Tensor, ce_coefficient: Tensor, l1_coefficient: Tensor) -> Tensor:
     return ordered_sum((ce_coefficient * ce + l1_coefficient * l1).reshape(-1))
 
 
@@ -220,16 +223,9 @@ def _weighted_fwd(
     l1_coefficient: Tensor,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    ce, l1, gradient = _backend.weighted(
-        draft,
-        target,
-        ids,
-        active,
-        ce_coefficient,
-        l1_coefficient,
-        "fresh" if with_gradient else "none",
-    )
-    ce, l1 = _to_result(draft, ce, l1)
+    gradient = _backend.empty_gradient(draft) if with_gradient else None
+    ce, l1 = _backend.weighted(draft, target, ids, active, ce_coefficient, l1_coefficient, gradient)
+    ce, l1 = _to_result(draft, ce), _to_result(draft, l1)
     objective = _objective(ce, l1, ce_coefficient, l1_coefficient)
     return objective, ce, l1, draft.new_empty(0) if gradient is None else gradient
 
@@ -298,11 +294,9 @@ def _weighted_inplace_(
     ce_coefficient: Tensor,
     l1_coefficient: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    ce, l1, _ = _backend.weighted(
-        draft, target, ids, active, ce_coefficient, l1_coefficient, "inplace"
-    )
+    ce, l1 = _backend.weighted(draft, target, ids, active, ce_coefficient, l1_coefficient, draft)
     torch.autograd.graph.increment_version(draft)
-    ce, l1 = _to_result(draft, ce, l1)
+    ce, l1 = _to_result(draft, ce), _to_result(draft, l1)
     return _objective(ce, l1, ce_coefficient, l1_coefficient), ce, l1
 
 
@@ -324,7 +318,7 @@ def _weighted_inplace_fake(
 
 
 def _weighted_bwd(gradient: Tensor, upstream: Tensor) -> Tensor:
-    out = _backend.empty_like_gradient(gradient)
+    out = _backend.empty_gradient(gradient)
     _backend.scale(gradient.contiguous(), upstream, out)
     return out
 

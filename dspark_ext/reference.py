@@ -141,9 +141,7 @@ class _ChunkedCEAndL1(torch.autograd.Function):
         refuse_double_backward("ce_and_l1")
         draft, target, ids, active = ctx.saved_tensors
         real, _ = _dtypes(draft, target)
-        a, b, y = (
-            None if v is None else v.reshape(-1) for v in (grad_ce, grad_l1, ids)
-        )
+        a, b, y = (None if v is None else v.reshape(-1) for v in (grad_ce, grad_l1, ids))
         grads = []
         for begin, end in _bounds(draft, ctx.chunk_rows):
             grads.append(
@@ -199,4 +197,6 @@ def _rows(tensor: Tensor, begin: int, end: int, dtype: torch.dtype) -> Tensor:
     if tensor.dim() == 2:
         return tensor[begin:end].to(dtype)
     index = torch.arange(begin, end, device=tensor.device)
-    return tensor[torch.unravel_index(index, leading)].to(dtype) if leading else tensor[None].to(dtype)
+    return (
+        tensor[torch.unravel_index(index, leading)].to(dtype) if leading else tensor[None].to(dtype)
+    )

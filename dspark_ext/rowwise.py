@@ -7,7 +7,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from dspark_ext import _backend, ops, reference  # noqa: F401  (ops registers the custom ops)
+import dspark_ext.ops  # noqa: F401  (registers the custom ops)
+from dspark_ext import _backend, reference
 from dspark_ext._validate import (
     INTEGER_DTYPES,
     MASK_DTYPES,
@@ -101,10 +102,10 @@ def token_log_prob(
     """
     logits = check_logits("logits", logits)
     check_vocabulary_shard(tp_group, vocab_start, vocab_size)
-    ids, mask = _check_rows(logits, "logits", ids, active, ids_name="ids")
+    checked_ids, mask = _check_rows(logits, "logits", ids, active, ids_name="ids")
     if not _backend.uses_kernel(impl, logits.device):
-        return -per_row(logits, None, ids, mask, impl)[0]
-    _, log_prob = torch.ops.dspark_ext.log_softmax_fwd(logits, ids, mask)
+        return -per_row(logits, None, checked_ids, mask, impl)[0]
+    _, log_prob = torch.ops.dspark_ext.log_softmax_fwd(logits, checked_ids, mask)
     return log_prob
 
 

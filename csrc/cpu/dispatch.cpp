@@ -28,9 +28,9 @@ const Kernels* chosen() {
   if (wanted == nullptr || *wanted == '\0') return best();
   if (std::string(wanted) == kernels_baseline().name) return &kernels_baseline();
   if (std::string(wanted) == best()->name) return best();
-  throw std::invalid_argument(std::string("DSPARK_EXT_CPU_LEVEL=") + wanted +
-                              " is not a level this processor and build have; choose from: " +
-                              available_levels());
+  throw std::invalid_argument(
+      std::string("DSPARK_EXT_CPU_LEVEL=") + wanted +
+      " is not a level this processor and build have; choose from: " + available_levels());
 }
 
 }  // namespace
@@ -66,7 +66,8 @@ void advise_huge_pages(void* data, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(bytes)) / page * page;
+  const uintptr_t end =
+      (reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(bytes)) / page * page;
   // Only advice: where it is refused, the pages are small ones.
   if (end > begin) (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #else

@@ -59,24 +59,40 @@ inline uint16_t float_to_bfloat16(float x) {
 }
 
 template <class Real>
-inline Real to_real(float x) { return x; }
+inline Real to_real(float x) {
+  return x;
+}
 template <class Real>
-inline Real to_real(double x) { return static_cast<Real>(x); }
+inline Real to_real(double x) {
+  return static_cast<Real>(x);
+}
 template <class Real>
-inline Real to_real(BFloat16 x) { return float_of(static_cast<uint32_t>(x.bits) << 16); }
+inline Real to_real(BFloat16 x) {
+  return float_of(static_cast<uint32_t>(x.bits) << 16);
+}
 template <class Real>
-inline Real to_real(Half x) { return half_to_float(x.bits); }
+inline Real to_real(Half x) {
+  return half_to_float(x.bits);
+}
 
 template <class E>
 inline E from_real(double x);
 template <>
-inline float from_real<float>(double x) { return static_cast<float>(x); }
+inline float from_real<float>(double x) {
+  return static_cast<float>(x);
+}
 template <>
-inline double from_real<double>(double x) { return x; }
+inline double from_real<double>(double x) {
+  return x;
+}
 template <>
-inline BFloat16 from_real<BFloat16>(double x) { return {float_to_bfloat16(static_cast<float>(x))}; }
+inline BFloat16 from_real<BFloat16>(double x) {
+  return {float_to_bfloat16(static_cast<float>(x))};
+}
 template <>
-inline Half from_real<Half>(double x) { return {float_to_half(static_cast<float>(x))}; }
+inline Half from_real<Half>(double x) {
+  return {float_to_half(static_cast<float>(x))};
+}
 
 typedef uint16_t Short8 __attribute__((vector_size(16)));
 typedef uint16_t Short16 __attribute__((vector_size(32)));
@@ -95,7 +111,8 @@ inline Vec<Real> load(const E* p) {
     std::memcpy(&raw, p, sizeof raw);
     if constexpr (__is_same(E, BFloat16)) {
 #if defined(__AVX2__)
-      const Word8 wide = reinterpret_cast<Word8>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(raw)));
+      const Word8 wide =
+          reinterpret_cast<Word8>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(raw)));
 #else
       const Word8 wide = __builtin_convertvector(raw, Word8);
 #endif
@@ -202,10 +219,14 @@ inline void stream_block(const Vec<Real> (&v)[kUnroll], E* out) {
 template <class F>
 inline void with_element_type(DType dtype, F&& f) {
   switch (dtype) {
-    case DType::kFloat32: return f(static_cast<float*>(nullptr));
-    case DType::kBFloat16: return f(static_cast<BFloat16*>(nullptr));
-    case DType::kFloat16: return f(static_cast<Half*>(nullptr));
-    case DType::kFloat64: return f(static_cast<double*>(nullptr));
+    case DType::kFloat32:
+      return f(static_cast<float*>(nullptr));
+    case DType::kBFloat16:
+      return f(static_cast<BFloat16*>(nullptr));
+    case DType::kFloat16:
+      return f(static_cast<Half*>(nullptr));
+    case DType::kFloat64:
+      return f(static_cast<double*>(nullptr));
   }
 }
 

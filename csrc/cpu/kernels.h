@@ -41,8 +41,8 @@ struct L1DistanceArgs {
 
 struct GradientArgs {
   const Rows* draft;
-  const Rows* target;     // null: no L1 part
-  const int64_t* ids;     // null: no CE part
+  const Rows* target;  // null: no L1 part
+  const int64_t* ids;  // null: no CE part
   const uint8_t* active;
   const void* draft_statistics;
   const void* target_statistics;
@@ -55,8 +55,8 @@ struct GradientArgs {
 
 struct WeightedArgs {
   const Rows* draft;
-  const Rows* target;     // null: l1 is 0
-  const int64_t* ids;     // null: ce is 0
+  const Rows* target;  // null: l1 is 0
+  const int64_t* ids;  // null: ce is 0
   const uint8_t* active;
   const void* ce_coefficient;  // [N] Real; read only when gradient is wanted
   const void* l1_coefficient;

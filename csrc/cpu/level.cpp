@@ -54,7 +54,12 @@ void exponential_of(const float* x, float* y, int64_t count) {
 
 const Kernels& DSPARK_JOIN(kernels_, DSPARK_LEVEL)() {
   static constexpr Kernels kernels{
-      DSPARK_STRING(DSPARK_LEVEL), log_softmax, l1_distance, gradient, weighted, scale,
+      DSPARK_STRING(DSPARK_LEVEL),
+      log_softmax,
+      l1_distance,
+      gradient,
+      weighted,
+      scale,
       exponential_of,
   };
   return kernels;

@@ -111,20 +111,19 @@ void exponentials_of(const void* row, int64_t begin, int64_t size, Real m, Real*
 }
 
 template <class Real, class E>
-void count_maxima_of(const void* row, int64_t begin, int64_t size, Real m, const Real* e,
-                     double* c, double* t) {
+void count_maxima_of(const void* row, int64_t begin, int64_t size, Real m, const Real* e, double* c,
+                     double* t) {
   Vec<Real> others[kUnroll] = {};
   IntVec<Real> maxima = {};
-  for_each_block<Real>(
-      static_cast<const E*>(row) + begin, size, [&](int64_t i, const E* block) {
-        for (int u = 0; u < kUnroll; ++u) {
-          Vec<Real> y;
-          std::memcpy(&y, e + i + u * kLanes<Real>, sizeof y);
-          const IntVec<Real> is_maximum = load<Real>(block + u * kLanes<Real>) == m;
-          maxima -= is_maximum;
-          others[u] += select<Real>(~is_maximum, y);
-        }
-      });
+  for_each_block<Real>(static_cast<const E*>(row) + begin, size, [&](int64_t i, const E* block) {
+    for (int u = 0; u < kUnroll; ++u) {
+      Vec<Real> y;
+      std::memcpy(&y, e + i + u * kLanes<Real>, sizeof y);
+      const IntVec<Real> is_maximum = load<Real>(block + u * kLanes<Real>) == m;
+      maxima -= is_maximum;
+      others[u] += select<Real>(~is_maximum, y);
+    }
+  });
   for (int i = 0; i < kLanes<Real>; ++i) *c += static_cast<double>(maxima[i]);
   *t += sum_lanes<Real>((others[0] + others[1]) + (others[2] + others[3]));
 }
@@ -159,8 +158,8 @@ inline RowStatistics combine(const Reader<Real>& reader, const void* row, int64_
   }
   for_each_chunk(columns, 1, Order::kForward, [&](int64_t i, int64_t begin, int64_t size) {
     if (chunks[i].maximum == result.m) {
-      reader.count_maxima(row, begin, size, static_cast<Real>(result.m),
-                          exponentials(begin, size), &result.c, &result.t);
+      reader.count_maxima(row, begin, size, static_cast<Real>(result.m), exponentials(begin, size),
+                          &result.c, &result.t);
     } else {
       result.t += chunks[i].sum * ::exp(chunks[i].maximum - result.m);
     }
@@ -210,8 +209,8 @@ void log_softmax_rows(const LogSoftmaxArgs& args) {
     double ce = 0;
     if (is_active(args.active, row)) {
       const void* x = args.logits->row(row);
-      auto* chunks = reinterpret_cast<ChunkStatistics*>(
-          static_cast<char*>(args.scratch) + thread * chunk_scratch_bytes(columns));
+      auto* chunks = reinterpret_cast<ChunkStatistics*>(static_cast<char*>(args.scratch) +
+                                                        thread * chunk_scratch_bytes(columns));
       for_each_chunk(columns, team, Order::kForward, [&](int64_t i, int64_t begin, int64_t size) {
         ChunkExponentials<Real> e(size);
         chunks[i] = reader.statistics(x, begin, size, e.values);

@@ -37,16 +37,15 @@ struct Operand {
   // From exponentials relative to the chunk's maximum to probabilities.
   Real scale(int64_t i) const {
     // Written so that a row without a distribution (T is NaN) gives NaN, and a chunk of -inf 0.
-    const double shrink = chunks[i].maximum == statistics.m
-                              ? 1
-                              : ::exp(chunks[i].maximum - statistics.m);
+    const double shrink =
+        chunks[i].maximum == statistics.m ? 1 : ::exp(chunks[i].maximum - statistics.m);
     return static_cast<Real>(shrink / statistics.z());
   }
 };
 
 template <class Real>
 inline int64_t operand_bytes(int64_t columns) {
-  const int64_t exponentials = (padded<Real>(columns) + kBlock<Real>) * sizeof(Real);
+  const int64_t exponentials = (padded<Real>(columns) + kBlock<Real>)*sizeof(Real);
   const int64_t chunks = chunk_count(columns) * sizeof(ChunkStatistics);
   return (exponentials + chunks + 63) / 64 * 64;
 }
@@ -58,8 +57,8 @@ inline Operand<Real> operand(const Rows* rows, int64_t row, char* scratch) {
   result.reader = reader_for<Real>(rows->dtype());
   result.row = rows->row(row);
   result.e = reinterpret_cast<Real*>(scratch);
-  result.chunks = reinterpret_cast<ChunkStatistics*>(
-      result.e + padded<Real>(rows->columns()) + kBlock<Real>);
+  result.chunks =
+      reinterpret_cast<ChunkStatistics*>(result.e + padded<Real>(rows->columns()) + kBlock<Real>);
   return result;
 }
 
@@ -94,10 +93,11 @@ void weighted_rows(const WeightedArgs& args) {
       if (has_target) {
         target.finish(columns);
         target_statistics = target.statistics;
-        for_each_chunk(columns, team, Order::kBackward, [&](int64_t i, int64_t begin, int64_t size) {
-          partial[i] = chunk_distance<Real>(draft.e + begin, target.e + begin, size,
-                                            draft.scale(i), target.scale(i));
-        });
+        for_each_chunk(columns, team, Order::kBackward,
+                       [&](int64_t i, int64_t begin, int64_t size) {
+                         partial[i] = chunk_distance<Real>(draft.e + begin, target.e + begin, size,
+                                                           draft.scale(i), target.scale(i));
+                       });
         for (int64_t i = 0; i < chunk_count(columns); ++i) distance.add(partial[i]);
       }
 
@@ -110,11 +110,13 @@ void weighted_rows(const WeightedArgs& args) {
 
       if (wants_gradient) {
         void* out = args.gradient->row(row);
-        const double a = id == kIgnoreIndex
-                             ? 0
-                             : static_cast<double>(static_cast<const Real*>(args.ce_coefficient)[row]);
+        const double a =
+            id == kIgnoreIndex
+                ? 0
+                : static_cast<double>(static_cast<const Real*>(args.ce_coefficient)[row]);
         const double b =
-            has_target ? static_cast<double>(static_cast<const Real*>(args.l1_coefficient)[row]) : 0;
+            has_target ? static_cast<double>(static_cast<const Real*>(args.l1_coefficient)[row])
+                       : 0;
         const double s = distance.s();
         const Slopes<Real> slopes(a, b, s);
         for_each_chunk(columns, team, Order::kForward, [&](int64_t i, int64_t begin, int64_t size) {
@@ -127,8 +129,8 @@ void weighted_rows(const WeightedArgs& args) {
           if (id >= begin && id < begin + size) {
             const Real p_y = draft.e[id] * p_scale;
             const Real q_y = has_target ? target.e[id] * q_scale : p_y;
-            writer.element(out, id, label_gradient<Real>(label_logit, p_y, q_y, a, b, s,
-                                                         draft_statistics));
+            writer.element(out, id,
+                           label_gradient<Real>(label_logit, p_y, q_y, a, b, s, draft_statistics));
           }
         });
       }

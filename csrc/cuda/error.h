@@ -12,8 +12,8 @@ class CudaError : public std::runtime_error {
  public:
   CudaError(cudaError_t code, const char* call, const char* file, int line)
       : std::runtime_error(std::string(call) + " failed with " + cudaGetErrorName(code) + " (" +
-                           cudaGetErrorString(code) + ") at " + file + ":" +
-                           std::to_string(line)) {}
+                           cudaGetErrorString(code) + ") at " + file + ":" + std::to_string(line)) {
+  }
 };
 
 inline void check(cudaError_t code, const char* call, const char* file, int line) {

@@ -124,10 +124,14 @@ void log_softmax(const LogSoftmaxArgs& args, int device, void* stream) {
   const DeviceGuard guard(device);
   if (args.logits->count() == 0) return;
   switch (args.logits->dtype()) {
-    case DType::kFloat32: return launch<float>(args, static_cast<cudaStream_t>(stream));
-    case DType::kBFloat16: return launch<__nv_bfloat16>(args, static_cast<cudaStream_t>(stream));
-    case DType::kFloat16: return launch<__half>(args, static_cast<cudaStream_t>(stream));
-    case DType::kFloat64: break;
+    case DType::kFloat32:
+      return launch<float>(args, static_cast<cudaStream_t>(stream));
+    case DType::kBFloat16:
+      return launch<__nv_bfloat16>(args, static_cast<cudaStream_t>(stream));
+    case DType::kFloat16:
+      return launch<__half>(args, static_cast<cudaStream_t>(stream));
+    case DType::kFloat64:
+      break;
   }
   throw std::invalid_argument("log_softmax: float64 logits have no CUDA kernel");
 }
