@@ -27,13 +27,6 @@ void bind_cpu(py::module_& m) {
   m.def("cpu_chunk_scratch_bytes", &chunk_scratch_bytes, py::arg("columns"));
   m.def("cpu_weighted_scratch_bytes", &weighted_scratch_bytes, py::arg("columns"), py::arg("wide"));
   m.def(
-      "cpu_first_bad_id",
-      [](uintptr_t ids, uintptr_t active, int64_t rows, int64_t columns) {
-        return first_bad_id(pointer<const int64_t>(ids), pointer<const uint8_t>(active), rows,
-                            columns);
-      },
-      py::arg("ids"), py::arg("active"), py::arg("rows"), py::arg("columns"), release());
-  m.def(
       "cpu_log_softmax",
       [](const Rows& logits, uintptr_t ids, uintptr_t active, uintptr_t statistics,
          uintptr_t log_prob, uintptr_t scratch, int threads) {
@@ -46,46 +39,47 @@ void bind_cpu(py::module_& m) {
   m.def(
       "cpu_l1_distance",
       [](const Rows& draft, const Rows& target, uintptr_t active, uintptr_t draft_statistics,
-         uintptr_t target_statistics, uintptr_t l1, uintptr_t s, uintptr_t scratch, int threads) {
+         uintptr_t target_statistics, uintptr_t l1, uintptr_t sides, uintptr_t scratch,
+         int threads) {
         kernels().l1_distance({&draft, &target, pointer<const uint8_t>(active),
                                pointer<const void>(draft_statistics),
                                pointer<const void>(target_statistics), pointer<void>(l1),
-                               pointer<double>(s), pointer<void>(scratch), threads});
+                               pointer<void>(sides), pointer<void>(scratch), threads});
       },
       py::arg("draft"), py::arg("target"), py::arg("active"), py::arg("draft_statistics"),
-      py::arg("target_statistics"), py::arg("l1"), py::arg("s"), py::arg("scratch"),
+      py::arg("target_statistics"), py::arg("l1"), py::arg("sides"), py::arg("scratch"),
       py::arg("threads"), release());
   m.def(
       "cpu_gradient",
       [](const Rows& draft, const Rows* target, uintptr_t ids, uintptr_t active,
-         uintptr_t draft_statistics, uintptr_t target_statistics, uintptr_t s,
+         uintptr_t draft_statistics, uintptr_t target_statistics, uintptr_t sides,
          uintptr_t ce_coefficient, uintptr_t l1_coefficient, const Rows& gradient, int threads) {
         kernels().gradient({&draft, target, pointer<const int64_t>(ids),
                             pointer<const uint8_t>(active), pointer<const void>(draft_statistics),
-                            pointer<const void>(target_statistics), pointer<const double>(s),
+                            pointer<const void>(target_statistics), pointer<const void>(sides),
                             pointer<const void>(ce_coefficient),
                             pointer<const void>(l1_coefficient), &gradient, threads});
       },
       py::arg("draft"), py::arg("target").none(true), py::arg("ids"), py::arg("active"),
-      py::arg("draft_statistics"), py::arg("target_statistics"), py::arg("s"),
+      py::arg("draft_statistics"), py::arg("target_statistics"), py::arg("sides"),
       py::arg("ce_coefficient"), py::arg("l1_coefficient"), py::arg("gradient"), py::arg("threads"),
       release());
   m.def(
       "cpu_weighted",
       [](const Rows& draft, const Rows* target, uintptr_t ids, uintptr_t active,
          uintptr_t ce_coefficient, uintptr_t l1_coefficient, uintptr_t ce, uintptr_t l1,
-         uintptr_t draft_statistics, uintptr_t target_statistics, uintptr_t s, const Rows* gradient,
-         uintptr_t scratch, int threads) {
+         uintptr_t draft_statistics, uintptr_t target_statistics, uintptr_t sides,
+         const Rows* gradient, uintptr_t scratch, int threads) {
         kernels().weighted({&draft, target, pointer<const int64_t>(ids),
                             pointer<const uint8_t>(active), pointer<const void>(ce_coefficient),
                             pointer<const void>(l1_coefficient), pointer<void>(ce),
                             pointer<void>(l1), pointer<void>(draft_statistics),
-                            pointer<void>(target_statistics), pointer<double>(s), gradient,
+                            pointer<void>(target_statistics), pointer<void>(sides), gradient,
                             pointer<void>(scratch), threads});
       },
       py::arg("draft"), py::arg("target").none(true), py::arg("ids"), py::arg("active"),
       py::arg("ce_coefficient"), py::arg("l1_coefficient"), py::arg("ce"), py::arg("l1"),
-      py::arg("draft_statistics"), py::arg("target_statistics"), py::arg("s"),
+      py::arg("draft_statistics"), py::arg("target_statistics"), py::arg("sides"),
       py::arg("gradient").none(true), py::arg("scratch"), py::arg("threads"), release());
   m.def(
       "cpu_scale",

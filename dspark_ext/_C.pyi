@@ -27,7 +27,6 @@ def cpu_level() -> str: ...
 def cpu_available_levels() -> str: ...
 def cpu_chunk_scratch_bytes(columns: int) -> int: ...
 def cpu_weighted_scratch_bytes(columns: int, wide: bool) -> int: ...
-def cpu_first_bad_id(ids: int, active: int, rows: int, columns: int) -> int: ...
 def cpu_log_softmax(
     logits: Rows,
     ids: int,
@@ -44,7 +43,7 @@ def cpu_l1_distance(
     draft_statistics: int,
     target_statistics: int,
     l1: int,
-    s: int,
+    sides: int,
     scratch: int,
     threads: int,
 ) -> None: ...
@@ -55,7 +54,7 @@ def cpu_gradient(
     active: int,
     draft_statistics: int,
     target_statistics: int,
-    s: int,
+    sides: int,
     ce_coefficient: int,
     l1_coefficient: int,
     gradient: Rows,
@@ -72,7 +71,7 @@ def cpu_weighted(
     l1: int,
     draft_statistics: int,
     target_statistics: int,
-    s: int,
+    sides: int,
     gradient: Optional[Rows],
     scratch: int,
     threads: int,

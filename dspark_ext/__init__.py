@@ -4,6 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from dspark_ext.distributed import loss_denominators
 from dspark_ext.loss import DSparkForwardOutput, DSparkLoss, compute_dspark_loss
+from dspark_ext.metrics import AcceptanceMeter
 from dspark_ext.rowwise import ce_and_l1, l1_distance, token_log_prob
 
 try:
@@ -12,6 +13,7 @@ except PackageNotFoundError:  # imported from a source tree that was built but n
     __version__ = "0+unknown"
 
 __all__ = [
+    "AcceptanceMeter",
     "DSparkForwardOutput",
     "DSparkLoss",
     "ce_and_l1",

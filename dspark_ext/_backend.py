@@ -24,24 +24,19 @@ except ImportError as error:  # pragma: no cover - a broken installation
         "it from another folder, or use `pip install -e .`."
     ) from error
 
+from dspark_ext.reference import IGNORE_INDEX, real_dtype
+
 DTYPES = {
     torch.float32: _C.DType.float32,
     torch.bfloat16: _C.DType.bfloat16,
     torch.float16: _C.DType.float16,
     torch.float64: _C.DType.float64,
 }
-IGNORE_INDEX = -100
 
 # Below this size a gradient's pages are too few for huge ones to matter.
 _HUGE_PAGE_BYTES = 4 << 20
 
 _warned_devices: set[str] = set()
-
-
-def real_dtype(draft: Tensor, target: Optional[Tensor] = None) -> torch.dtype:
-    """The dtype of the arithmetic: float64 when either side is, else float32."""
-    wide = draft.dtype == torch.float64 or (target is not None and target.dtype == torch.float64)
-    return torch.float64 if wide else torch.float32
 
 
 def result_dtype(draft: Tensor) -> torch.dtype:
@@ -88,21 +83,16 @@ def checks_enabled() -> bool:
     return os.environ.get("DSPARK_EXT_CHECK", "") not in ("", "0")
 
 
-def check_ids(ids: Tensor, active: Optional[Tensor], columns: int) -> None:
-    """Raises IndexError for an id of an active row that is neither a column nor -100.
-
-    Host tensors only; for device tensors this would be a synchronisation.
-    """
-    ids = ids.to(torch.int64).contiguous()
-    mask = None if active is None else active.to(torch.bool).contiguous()
-    row = _C.cpu_first_bad_id(_address(ids), _address(mask), ids.numel(), columns)
-    if row >= 0:
-        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(row), ids.shape))
-        raise IndexError(
-            f"target_ids{list(index)} is {int(ids.reshape(-1)[row])}, which is not a column of "
-            f"the logits: expected 0 <= id < {columns}, or {IGNORE_INDEX} to leave the position "
-            "out of the cross-entropy, or an eval_mask of 0 there"
-        )
+def refuse_ids(ids: Tensor, refused: Tensor) -> None:
+    """Raises IndexError naming the first position where ``refused`` is set; reads the host."""
+    if not bool(refused.any()):
+        return
+    index = refused.nonzero()[0].tolist()
+    raise IndexError(
+        f"target_ids{index} is {int(ids[tuple(index)])}, which is not a column of the logits: "
+        f"expected 0 <= id < V, {IGNORE_INDEX} to leave the position out of the cross-entropy, "
+        "or an eval_mask of 0 there"
+    )
 
 
 def log_softmax(
@@ -146,14 +136,14 @@ def l1_distance(
     target_statistics: Tensor,
     active: Optional[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """``l1`` in the arithmetic's dtype and ``S`` in float64, per row, from known statistics."""
+    """``l1`` per row and the sides of S, ``[..., 2]``, from known statistics."""
     real = real_dtype(draft, target)
     leading, columns = draft.shape[:-1], draft.shape[-1]
     l1 = torch.empty(leading, dtype=real)
-    s = torch.empty(leading, dtype=torch.float64)
+    sides = torch.empty((*leading, 2), dtype=real)
     draft_statistics = draft_statistics.to(real).contiguous()
     target_statistics = target_statistics.to(real).contiguous()
-    _, active = _prepare_ids(None, active, columns)
+    active = _contiguous(active, torch.bool)
     threads = torch.get_num_threads()
     scratch = _scratch(threads * _C.cpu_chunk_scratch_bytes(columns))
     _C.cpu_l1_distance(
@@ -163,11 +153,11 @@ def l1_distance(
         _address(draft_statistics),
         _address(target_statistics),
         _address(l1),
-        _address(s),
+        _address(sides),
         _address(scratch),
         threads,
     )
-    return l1, s
+    return l1, sides
 
 
 def gradient(
@@ -179,18 +169,20 @@ def gradient(
     active: Optional[Tensor],
     draft_statistics: Tensor,
     target_statistics: Optional[Tensor],
-    s: Optional[Tensor],
+    sides: Optional[Tensor],
 ) -> Tensor:
     """Gradient of ``sum(a * ce + b * l1)`` in the draft's shape and dtype, contiguous."""
     real = real_dtype(draft, target)
-    ids, active = _prepare_ids(ids, active, draft.shape[-1])
+    # Ids were checked in forward; in a shard, the columns of some lie elsewhere.
+    ids = _contiguous(ids, torch.int64)
+    active = _contiguous(active, torch.bool)
     out = empty_gradient(draft)
     # Named here so that converted copies live until the kernel has read them.
     draft_statistics = draft_statistics.to(real).contiguous()
     target_statistics = _contiguous(target_statistics, real)
     ce_coefficient = _contiguous(ce_coefficient, real)
     l1_coefficient = _contiguous(l1_coefficient, real)
-    s = _contiguous(s, torch.float64)
+    sides = _contiguous(sides, real)
     _C.cpu_gradient(
         _rows(draft),
         None if target is None else _rows(target),
@@ -198,7 +190,7 @@ def gradient(
         _address(active),
         _address(draft_statistics),
         _address(target_statistics),
-        _address(s),
+        _address(sides),
         _address(ce_coefficient),
         _address(l1_coefficient),
         _rows(out),
@@ -210,12 +202,12 @@ def gradient(
 def ce_and_l1(
     draft: Tensor, target: Optional[Tensor], ids: Optional[Tensor], active: Optional[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``ce``, ``l1``, both statistics ``[..., 3]`` and ``S``, at one visit to both rows."""
+    """``ce``, ``l1``, both statistics ``[..., 3]`` and the sides of S ``[..., 2]``, at one visit."""
     real = real_dtype(draft, target)
     leading = draft.shape[:-1]
     draft_statistics = torch.empty((*leading, 3), dtype=real)
     target_statistics = torch.empty((*leading, 3), dtype=real)
-    s = torch.empty(leading, dtype=torch.float64)
+    sides = torch.empty((*leading, 2), dtype=real)
     ce, l1 = _weighted(
         draft,
         target,
@@ -223,9 +215,9 @@ def ce_and_l1(
         active,
         draft_statistics=draft_statistics,
         target_statistics=target_statistics,
-        s=s,
+        sides=sides,
     )
-    return ce, l1, draft_statistics, target_statistics, s
+    return ce, l1, draft_statistics, target_statistics, sides
 
 
 def weighted(
@@ -283,7 +275,7 @@ def _weighted(
     l1_coefficient: Optional[Tensor] = None,
     draft_statistics: Optional[Tensor] = None,
     target_statistics: Optional[Tensor] = None,
-    s: Optional[Tensor] = None,
+    sides: Optional[Tensor] = None,
     gradient: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
     real = real_dtype(draft, target)
@@ -306,7 +298,7 @@ def _weighted(
         _address(l1),
         _address(draft_statistics),
         _address(target_statistics),
-        _address(s),
+        _address(sides),
         None if gradient is None else _rows(gradient),
         _address(scratch),
         threads,
@@ -318,12 +310,11 @@ def _prepare_ids(
     ids: Optional[Tensor], active: Optional[Tensor], columns: int
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
     """Contiguous int64 ids and bool mask; on the host, ids are checked before a kernel runs."""
-    if active is not None:
-        active = active.to(torch.bool).contiguous()
-    if ids is not None:
-        ids = ids.to(torch.int64).contiguous()
-        if ids.device.type == "cpu" or checks_enabled():
-            check_ids(ids.cpu(), None if active is None else active.cpu(), columns)
+    active = _contiguous(active, torch.bool)
+    ids = _contiguous(ids, torch.int64)
+    if ids is not None and (ids.device.type == "cpu" or checks_enabled()):
+        refused = ((ids < 0) | (ids >= columns)) & (ids != IGNORE_INDEX)
+        refuse_ids(ids, refused if active is None else refused & active)
     return ids, active
 
 

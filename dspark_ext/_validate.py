@@ -34,15 +34,17 @@ def check_tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> T
     return value
 
 
-def check_logits(name: str, value: object) -> Tensor:
+def check_logits(name: str, value: object, sharded: bool = False) -> Tensor:
     """``value`` as logits ``[..., V]`` with last-dimension stride 1; copied when it has another.
+
+    A shard of a vocabulary may have no column.
 
     Raises:
         TypeError: see :func:`check_tensor`.
         ValueError: no vocabulary dimension, or an empty one.
     """
     logits = check_tensor(name, value, LOGIT_DTYPES)
-    if logits.dim() == 0 or logits.shape[-1] == 0:
+    if logits.dim() == 0 or (logits.shape[-1] == 0 and not sharded):
         raise ValueError(
             f"{name} has shape {tuple(logits.shape)}; expected [..., V] with at least one column"
         )
@@ -78,20 +80,6 @@ def check_target(draft: Tensor, target: Tensor, draft_name: str, target_name: st
             "and target must share one vocabulary"
         )
     check_same_shape(target_name, target, tuple(draft.shape), f"the shape of {draft_name}")
-
-
-def check_vocabulary_shard(
-    tp_group: object, vocab_start: Optional[int], vocab_size: Optional[int]
-) -> None:
-    """Vocabulary-parallel arguments: refused, since nothing here reduces over columns' owners."""
-    if tp_group is not None:
-        raise NotImplementedError(
-            "tp_group: vocabulary-parallel logits are not supported by this version; gather the "
-            "columns, or train with data parallelism"
-        )
-    for name, value in (("vocab_start", vocab_start), ("vocab_size", vocab_size)):
-        if value is not None:
-            raise ValueError(f"{name}={value} describes a vocabulary shard and needs tp_group")
 
 
 def refuse_double_backward(name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Optional, Sequence, Union
 
 import torch
@@ -14,24 +15,48 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def group_size(process_group: Optional[ProcessGroup] = None) -> int:
-    """Ranks in the group (default: the world); 1 without an initialised process group."""
-    if process_group is None and not (dist.is_available() and dist.is_initialized()):
-        return 1
-    return dist.get_world_size(process_group)
+@dataclasses.dataclass(frozen=True)
+class DataParallel:
+    """The ranks whose gradients are combined; ``group`` None where there is but one."""
+
+    group: Optional[ProcessGroup]
+    size: int
+
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
+        """Sum over the ranks, as a functional collective (it compiles); ``values`` is unchanged.
+
+        Every rank must call it, whatever its data looks like.
+        """
+        if self.group is None:
+            return values
+        from torch.distributed import _functional_collectives as collectives
+
+        return collectives.wait_tensor(collectives.all_reduce(values.detach(), "sum", self.group))
 
 
-def all_reduce_sum(values: Tensor, process_group: Optional[ProcessGroup] = None) -> Tensor:
-    """Sum over the group, as a functional collective (it compiles); ``values`` is unchanged.
+def data_parallel(
+    process_group: Optional[ProcessGroup], tp_group: Optional[ProcessGroup] = None
+) -> DataParallel:
+    """The data-parallel ranks: ``process_group``, else the world when initialised.
 
-    Every rank of the group must call it, whatever its data looks like.
+    Raises:
+        ValueError: ``tp_group`` without ``process_group``, unless it is the whole world; which
+            ranks see other data is then not known.
     """
-    if process_group is None and not (dist.is_available() and dist.is_initialized()):
-        return values
-    from torch.distributed import _functional_collectives as collectives
-
-    group = dist.distributed_c10d._get_default_group() if process_group is None else process_group
-    return collectives.wait_tensor(collectives.all_reduce(values.detach(), "sum", group))
+    if process_group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return DataParallel(None, 1)
+        process_group = dist.group.WORLD
+        if tp_group is not None:
+            if dist.get_world_size(tp_group) == dist.get_world_size():
+                return DataParallel(None, 1)
+            raise ValueError(
+                f"tp_group has {dist.get_world_size(tp_group)} of {dist.get_world_size()} ranks "
+                "and process_group is None; pass the data-parallel group too, e.g. "
+                "process_group=mesh['dp'].get_group(), tp_group=mesh['tp'].get_group()"
+            )
+    size = dist.get_world_size(process_group)
+    return DataParallel(process_group if size > 1 else None, size)
 
 
 def loss_denominators(
@@ -73,4 +98,4 @@ def loss_denominators(
             loss_decay_gamma=loss_decay_gamma,
         )
         totals.append(ordered_sum(weights.reshape(-1)))
-    return all_reduce_sum(ordered_sum(torch.stack(totals)), process_group)
+    return data_parallel(process_group).all_reduce_sum(ordered_sum(torch.stack(totals)))

@@ -31,11 +31,16 @@ from dspark_ext._validate import (
     check_same_shape,
     check_target,
     check_tensor,
-    check_vocabulary_shard,
 )
-from dspark_ext.distributed import all_reduce_sum, group_size
+from dspark_ext.distributed import DataParallel, data_parallel
 from dspark_ext.reduction import ordered_sum
 from dspark_ext.rowwise import l1_distance, per_row
+from dspark_ext.vocab_parallel import (
+    VocabularyArguments,
+    VocabularyShard,
+    find_shard,
+    split_dtensors,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,6 +49,7 @@ __all__ = ["compute_dspark_loss"]
 
 _PROBABILITY_CHUNK_TOKENS = 128
 _EPSILON = 1e-6
+_DENOMINATORS = ("ce_loss_den", "l1_loss_den", "confidence_loss_den")
 
 
 @dataclasses.dataclass
@@ -69,9 +75,19 @@ class DSparkForwardOutput:
     aligned_target_logits: Optional[Tensor] = None
 
 
-def _checked(outputs: Any, wants_l1: bool) -> DSparkForwardOutput:
+def _checked(
+    outputs: Any, wants_l1: bool, vocabulary: VocabularyArguments = (None, None, None)
+) -> tuple[DSparkForwardOutput, Optional[VocabularyShard]]:
     """The outputs with every shape, dtype and device checked, logits ready for a kernel."""
-    draft = check_logits("draft_logits", outputs.draft_logits)
+    draft, target, vocabulary = split_dtensors(
+        outputs.draft_logits,
+        outputs.aligned_target_logits,
+        vocabulary,
+        "draft_logits",
+        "aligned_target_logits",
+    )
+    sharded = vocabulary[0] is not None
+    draft = check_logits("draft_logits", draft, sharded)
     if draft.dim() != 4:
         raise ValueError(f"draft_logits has shape {tuple(draft.shape)}; expected [B, A, K, V]")
     leading = tuple(draft.shape[:-1])
@@ -86,9 +102,8 @@ def _checked(outputs: Any, wants_l1: bool) -> DSparkForwardOutput:
     if confidence is not None:
         check_tensor("confidence_pred", confidence, LOGIT_DTYPES)
         check_same_shape("confidence_pred", confidence, leading, origin)
-    target = outputs.aligned_target_logits
     if target is not None:
-        target = check_logits("aligned_target_logits", target)
+        target = check_logits("aligned_target_logits", target, sharded)
         check_target(draft, target, "draft_logits", "aligned_target_logits")
     elif wants_l1 or confidence is not None:
         wanted = "l1_loss_alpha > 0" if wants_l1 else "confidence_pred"
@@ -105,9 +120,9 @@ def _checked(outputs: Any, wants_l1: bool) -> DSparkForwardOutput:
         confidence_pred=confidence,
         aligned_target_logits=target,
     )
-    return DSparkForwardOutput(
-        draft, ids, eval_mask, keep, confidence, None if target is None else target.detach()
-    )
+    shard = find_shard(draft.shape[-1], *vocabulary)
+    target = None if target is None else target.detach()
+    return DSparkForwardOutput(draft, ids, eval_mask, keep, confidence, target), shard
 
 
 # --- Weights, accept rate, diagnostics ----------------------------------------------------------
@@ -260,17 +275,27 @@ def _collect_local_terms(
 ) -> tuple[dict[str, Tensor], bool]:
     """This rank's ``*_loss_num`` and ``*_loss_den`` with the diagnostics, and whether there is
     a confidence head. The ``*_loss_num`` are differentiable; nothing is reduced over ranks."""
-    outputs = _checked(outputs, l1_loss_alpha > 0)
-    has_confidence = outputs.confidence_pred is not None
+    outputs, _ = _checked(outputs, l1_loss_alpha > 0)
     weights = _weights(outputs, loss_decay_gamma)
-    ce, l1 = per_row(
+    ce, l1 = _recomputed_rows(outputs, l1_loss_alpha, impl, None)
+    has_confidence = outputs.confidence_pred is not None
+    return _local_terms(outputs, weights, ce, l1, l1_loss_alpha), has_confidence
+
+
+def _recomputed_rows(
+    outputs: DSparkForwardOutput,
+    l1_loss_alpha: float,
+    impl: str,
+    shard: Optional[VocabularyShard],
+) -> tuple[Tensor, Tensor]:
+    return per_row(
         outputs.draft_logits,
         outputs.aligned_target_logits if _needs_l1(outputs, l1_loss_alpha) else None,
         outputs.target_ids,
         outputs.eval_mask != 0,
         impl,
+        shard,
     )
-    return _local_terms(outputs, weights, ce, l1, l1_loss_alpha), has_confidence
 
 
 def _local_terms(
@@ -314,11 +339,10 @@ def _all_reduce_loss_denominators(
     process_group: Optional[ProcessGroup] = None,
 ) -> dict[str, Tensor]:
     """The three denominators summed over the group, in one collective; inputs unchanged."""
-    names = ("ce_loss_den", "l1_loss_den", "confidence_loss_den")
-    packed = torch.stack([loss_terms[name].detach() for name in names])
+    packed = torch.stack([loss_terms[name].detach() for name in _DENOMINATORS])
     if world_size > 1:
-        packed = all_reduce_sum(packed, process_group)
-    return dict(zip(names, packed.unbind()))
+        packed = data_parallel(process_group).all_reduce_sum(packed)
+    return dict(zip(_DENOMINATORS, packed.unbind()))
 
 
 def _build_loss(
@@ -388,11 +412,13 @@ def compute_dspark_loss(
             FSDP; R is the group's size) or ``"sum"`` (R is 1).
         denominators: a 0-dim tensor from :func:`dspark_ext.loss_denominators`, the denominator
             of a whole accumulation window; no collective is issued then.
-        tp_group, vocab_start, vocab_size: vocabulary-parallel logits.
+        tp_group, vocab_start, vocab_size: vocabulary-parallel logits, as in
+            :func:`dspark_ext.ce_and_l1`. ``process_group`` must be given too, unless ``tp_group``
+            is the whole world. DTensors sharded over the vocabulary need none of the three.
         inplace_grad: write the gradient over ``draft_logits``' memory, which must not be read
             afterwards. Saves the memory of the gradient. A fresh gradient is used all the same
-            where that is impossible (fp16 drafts, copied inputs, ``impl="torch"``, under
-            torch.compile).
+            where that is impossible (fp16 drafts, copied inputs, vocabulary-parallel logits,
+            ``impl="torch"``, under torch.compile).
         impl: ``"auto"``, ``"kernel"`` or ``"torch"``.
 
     Returns:
@@ -410,45 +436,40 @@ def compute_dspark_loss(
         RuntimeError: ``inplace_grad`` on a leaf that requires grad or on overlapping memory;
             at backward, ``create_graph=True``.
     """
-    check_vocabulary_shard(tp_group, vocab_start, vocab_size)
-    world_size = _world_size(grad_reduction, process_group)
-    outputs = _checked(outputs, l1_loss_alpha > 0)
-    draft = outputs.draft_logits
-    use_kernel = _backend.uses_kernel(impl, draft.device)
-    if denominators is not None:
-        _check_denominators(denominators, draft)
+    if grad_reduction not in ("mean", "sum"):
+        raise ValueError(f"grad_reduction is {grad_reduction!r}; expected 'mean' or 'sum'")
+    outputs, shard = _checked(outputs, l1_loss_alpha > 0, (tp_group, vocab_start, vocab_size))
+    use_kernel = _backend.uses_kernel(impl, outputs.draft_logits.device)
+    ranks = data_parallel(process_group, None if shard is None else shard.group)
+    world_size = ranks.size if grad_reduction == "mean" else 1
+    weights = _weights(outputs, loss_decay_gamma)
+    denominator = _global_denominator(weights, denominators, ranks)
+    has_confidence = outputs.confidence_pred is not None
 
-    if not use_kernel or draft.dtype == torch.float16:
-        loss_terms, has_confidence = _collect_local_terms(
-            outputs=outputs,
-            loss_decay_gamma=loss_decay_gamma,
-            l1_loss_alpha=l1_loss_alpha,
-            impl=impl,
+    if use_kernel and shard is None and outputs.draft_logits.dtype != torch.float16:
+        objective, ce, l1 = _fused_rows(
+            outputs,
+            weights * _term_factor(world_size * ce_loss_alpha, denominator),
+            weights * _term_factor(world_size * max(l1_loss_alpha, 0.0), denominator),
+            l1_loss_alpha,
+            inplace_grad,
         )
-        global_denominator = _global_denominator(
-            loss_terms["ce_loss_den"], denominators, process_group
-        )
+        loss_terms = _local_terms(outputs, weights, ce, l1, l1_loss_alpha)
+        loss = objective
+        if has_confidence:
+            factor = _term_factor(world_size * confidence_head_alpha, denominator)
+            loss = loss + factor * loss_terms["confidence_loss_num"]
+    else:
+        ce, l1 = _recomputed_rows(outputs, l1_loss_alpha, impl, shard)
+        loss_terms = _local_terms(outputs, weights, ce, l1, l1_loss_alpha)
         loss = _build_loss(
             loss_terms=loss_terms,
-            global_denominators={
-                name: global_denominator
-                for name in ("ce_loss_den", "l1_loss_den", "confidence_loss_den")
-            },
+            global_denominators=dict.fromkeys(_DENOMINATORS, denominator),
             ce_loss_alpha=ce_loss_alpha,
             l1_loss_alpha=l1_loss_alpha,
             confidence_head_alpha=confidence_head_alpha,
             has_confidence=has_confidence,
             world_size=world_size,
-        )
-    else:
-        loss, loss_terms = _fused_loss(
-            outputs,
-            loss_decay_gamma,
-            world_size,
-            (ce_loss_alpha, l1_loss_alpha, confidence_head_alpha),
-            process_group,
-            denominators,
-            inplace_grad,
         )
     if not return_terms:
         return loss
@@ -527,27 +548,19 @@ class DSparkLoss(nn.Module):
         )
 
 
-def _fused_loss(
+def _fused_rows(
     outputs: DSparkForwardOutput,
-    loss_decay_gamma: Optional[float],
-    world_size: int,
-    alphas: tuple[float, float, float],
-    process_group: Optional[ProcessGroup],
-    denominators: Optional[Tensor],
+    ce_coefficient: Tensor,
+    l1_coefficient: Tensor,
+    l1_loss_alpha: float,
     inplace_grad: bool,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss by one visit to the logits: denominators first, gradient in the forward pass."""
-    ce_alpha, l1_alpha, confidence_alpha = alphas
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``sum(a * ce + b * l1)`` with its gradient formed on the spot, and the rows' ce and l1."""
     draft = outputs.draft_logits
-    weights = _weights(outputs, loss_decay_gamma)
-    denominator = _global_denominator(_sum(weights), denominators, process_group)
-    ce_coefficient, l1_coefficient = (
-        weights * _term_factor(world_size * alpha, denominator)
-        for alpha in (ce_alpha, max(l1_alpha, 0.0))
-    )
+    target = outputs.aligned_target_logits if _needs_l1(outputs, l1_loss_alpha) else None
     arguments = (
         draft,
-        outputs.aligned_target_logits if _needs_l1(outputs, l1_alpha) else None,
+        target,
         outputs.target_ids,
         outputs.eval_mask != 0,
         ce_coefficient,
@@ -555,15 +568,9 @@ def _fused_loss(
     )
     # Decided here, since grad mode is always off inside an op body.
     with_gradient = torch.is_grad_enabled() and draft.requires_grad
-    if with_gradient and inplace_grad and _can_write_over(draft):
-        loss, ce, l1 = ops.WeightedInplace.apply(*arguments)
-    else:
-        loss, ce, l1, _ = torch.ops.dspark_ext.weighted_fwd(*arguments, with_gradient)
-    terms = _local_terms(outputs, weights, ce, l1, l1_alpha)
-    if outputs.confidence_pred is not None:
-        factor = _term_factor(world_size * confidence_alpha, denominator)
-        loss = loss + factor * terms["confidence_loss_num"]
-    return loss, terms
+    if with_gradient and inplace_grad and _can_write_over(draft, target):
+        return ops.WeightedInplace.apply(*arguments)
+    return torch.ops.dspark_ext.weighted_fwd(*arguments, with_gradient)[:3]
 
 
 def _weights(outputs: DSparkForwardOutput, loss_decay_gamma: Optional[float]) -> Tensor:
@@ -583,26 +590,22 @@ def _needs_l1(outputs: DSparkForwardOutput, l1_loss_alpha: float) -> bool:
 
 
 def _global_denominator(
-    local: Tensor, denominators: Optional[Tensor], process_group: Optional[ProcessGroup]
+    weights: Tensor, denominators: Optional[Tensor], ranks: DataParallel
 ) -> Tensor:
-    if denominators is not None:
-        return denominators.detach().to(local.dtype)
-    return all_reduce_sum(local, process_group)
+    """``sum(w)`` over the data-parallel ranks, or the one that was given.
 
-
-def _check_denominators(denominators: Tensor, draft: Tensor) -> None:
+    One number serves all three terms: each is divided by the sum of the same weights, or is
+    switched off on every rank alike.
+    """
+    if denominators is None:
+        return ranks.all_reduce_sum(_sum(weights))
     check_tensor("denominators", denominators, LOGIT_DTYPES)
     check_same_shape("denominators", denominators, (), "loss_denominators() (one number)")
-    check_same_device("draft_logits", draft, denominators=denominators)
+    check_same_device("eval_mask", weights, denominators=denominators)
+    return denominators.detach().to(weights.dtype)
 
 
-def _world_size(grad_reduction: str, process_group: Optional[ProcessGroup]) -> int:
-    if grad_reduction not in ("mean", "sum"):
-        raise ValueError(f"grad_reduction is {grad_reduction!r}; expected 'mean' or 'sum'")
-    return group_size(process_group) if grad_reduction == "mean" else 1
-
-
-def _can_write_over(draft: Tensor) -> bool:
+def _can_write_over(draft: Tensor, target: Optional[Tensor]) -> bool:
     """Whether an in-place gradient is possible; raises where asking for it is a mistake."""
     if torch.compiler.is_compiling():
         return False
@@ -613,9 +616,16 @@ def _can_write_over(draft: Tensor) -> bool:
         )
     if _has_overlap(draft):
         raise RuntimeError(
-            f"inplace_grad=True needs draft_logits whose elements do not share memory; strides "
+            "inplace_grad=True needs draft_logits whose elements do not share memory; strides "
             f"{tuple(draft.stride())} of shape {tuple(draft.shape)} overlap; pass "
             "inplace_grad=False or a contiguous tensor"
+        )
+    if target is not None and (
+        target.untyped_storage().data_ptr() == draft.untyped_storage().data_ptr()
+    ):
+        raise RuntimeError(
+            "inplace_grad=True would overwrite aligned_target_logits, which shares its memory "
+            "with draft_logits; pass inplace_grad=False or a copy"
         )
     return True
 

@@ -2,7 +2,7 @@
 
 ======================  ===========================================================
 ``log_softmax_fwd``     row statistics and the log-probability of an id
-``l1_distance_fwd``     ``l1`` and ``S`` from known statistics
+``l1_distance_fwd``     ``l1`` and the sides of S from known statistics
 ``ce_and_l1_fwd``       ``ce``, ``l1`` and what their backward needs, at one visit
 ``ce_and_l1_bwd``       gradient from per-row upstream gradients (recomputes)
 ``weighted_fwd``        the objective with its gradient, at one visit
@@ -26,6 +26,7 @@ from torch import Tensor
 from dspark_ext import _backend
 from dspark_ext._validate import refuse_double_backward
 from dspark_ext.reduction import ordered_sum
+from dspark_ext.reference import real_dtype
 
 _LIBRARY = torch.library.Library("dspark_ext", "DEF")
 
@@ -42,15 +43,15 @@ _define(
 )
 _define(
     "l1_distance_fwd(Tensor draft, Tensor target, Tensor draft_statistics,"
-    " Tensor target_statistics, Tensor? active) -> (Tensor l1, Tensor s)"
+    " Tensor target_statistics, Tensor? active) -> (Tensor l1, Tensor sides)"
 )
 _define(
     "ce_and_l1_fwd(Tensor draft, Tensor? target, Tensor? ids, Tensor? active)"
-    " -> (Tensor ce, Tensor l1, Tensor draft_statistics, Tensor target_statistics, Tensor s)"
+    " -> (Tensor ce, Tensor l1, Tensor draft_statistics, Tensor target_statistics, Tensor sides)"
 )
 _define(
     "ce_and_l1_bwd(Tensor? grad_ce, Tensor? grad_l1, Tensor draft, Tensor? target, Tensor? ids,"
-    " Tensor? active, Tensor draft_statistics, Tensor? target_statistics, Tensor? s) -> Tensor"
+    " Tensor? active, Tensor draft_statistics, Tensor? target_statistics, Tensor? sides) -> Tensor"
 )
 _define(
     "weighted_fwd(Tensor draft, Tensor? target, Tensor ids, Tensor? active,"
@@ -82,7 +83,7 @@ def _log_softmax_fwd(
 def _log_softmax_fwd_fake(
     logits: Tensor, ids: Optional[Tensor], active: Optional[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    real = _backend.real_dtype(logits)
+    real = real_dtype(logits)
     leading = logits.shape[:-1]
     return (
         logits.new_empty((*leading, 3), dtype=real),
@@ -119,8 +120,8 @@ def _l1_distance_fwd(
     target_statistics: Tensor,
     active: Optional[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    l1, s = _backend.l1_distance(draft, target, draft_statistics, target_statistics, active)
-    return _to_result(draft, l1), s
+    l1, sides = _backend.l1_distance(draft, target, draft_statistics, target_statistics, active)
+    return _to_result(draft, l1), sides
 
 
 def _l1_distance_fwd_fake(
@@ -133,7 +134,7 @@ def _l1_distance_fwd_fake(
     leading = draft.shape[:-1]
     return (
         draft.new_empty(leading, dtype=_backend.result_dtype(draft)),
-        draft.new_empty(leading, dtype=torch.float64),
+        draft.new_empty((*leading, 2), dtype=real_dtype(draft, target)),
     )
 
 
@@ -143,13 +144,15 @@ def _l1_distance_fwd_fake(
 def _ce_and_l1_fwd(
     draft: Tensor, target: Optional[Tensor], ids: Optional[Tensor], active: Optional[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    ce, l1, draft_statistics, target_statistics, s = _backend.ce_and_l1(draft, target, ids, active)
+    ce, l1, draft_statistics, target_statistics, sides = _backend.ce_and_l1(
+        draft, target, ids, active
+    )
     return (
         _to_result(draft, ce),
         _to_result(draft, l1),
         draft_statistics,
         target_statistics,
-        s,
+        sides,
     )
 
 
@@ -157,22 +160,22 @@ def _ce_and_l1_fwd_fake(
     draft: Tensor, target: Optional[Tensor], ids: Optional[Tensor], active: Optional[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     leading = draft.shape[:-1]
-    real = _backend.real_dtype(draft, target)
+    real = real_dtype(draft, target)
     result = _backend.result_dtype(draft)
     return (
         draft.new_empty(leading, dtype=result),
         draft.new_empty(leading, dtype=result),
         draft.new_empty((*leading, 3), dtype=real),
         draft.new_empty((*leading, 3), dtype=real),
-        draft.new_empty(leading, dtype=torch.float64),
+        draft.new_empty((*leading, 2), dtype=real),
     )
 
 
 def _ce_and_l1_setup(ctx: Any, inputs: tuple, output: tuple) -> None:
-    _, _, draft_statistics, target_statistics, s = output
+    _, _, draft_statistics, target_statistics, sides = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(draft_statistics, target_statistics, s)
-    ctx.save_for_backward(*inputs, draft_statistics, target_statistics, s)
+    ctx.mark_non_differentiable(draft_statistics, target_statistics, sides)
+    ctx.save_for_backward(*inputs, draft_statistics, target_statistics, sides)
 
 
 def _ce_and_l1_backward(
@@ -194,10 +197,10 @@ def _ce_and_l1_bwd(
     active: Optional[Tensor],
     draft_statistics: Tensor,
     target_statistics: Optional[Tensor],
-    s: Optional[Tensor],
+    sides: Optional[Tensor],
 ) -> Tensor:
     return _backend.gradient(
-        grad_ce, grad_l1, draft, target, ids, active, draft_statistics, target_statistics, s
+        grad_ce, grad_l1, draft, target, ids, active, draft_statistics, target_statistics, sides
     )
 
 

@@ -4,199 +4,165 @@ For one row of draft logits ``x`` and target logits ``t`` over ``V`` columns, wi
 ``p = softmax(x)``, ``q = softmax(t)`` and the label ``y``::
 
     m = max x    c = #{j: x_j = m}    T = sum over the other j of exp(x_j - m)    Z = c + T
-    ce = log(Z) - (x_y - m)           log(Z) = log1p(c - 1 + T)
-    l1 = sum_j |p_j - q_j|            S = sum_j sign(p_j - q_j) p_j
+    p_j = exp(x_j - m) / Z            ce = log1p(c - 1 + T) - (x_y - m)
+    l1 = sum_j |p_j - q_j|            S = sum_j s_j p_j,  s_j = sign(p_j - q_j)
 
-    d(a ce + b l1)/dx_j = a (p_j - [j = y]) + b p_j (sign(p_j - q_j) - S)
+    d(a ce + b l1)/dx_j = a (p_j - [j = y]) + b p_j (s_j - S)
 
 T leaves the maximum out, and ``p_y - 1`` is ``-(c - 1 + T) / Z`` where y is a maximum, because a
 trained drafter is confident: next to the maximum's 1, the digits that its gradient consists of
-are rounded away. For the same reason ``1 - S`` and ``1 + S`` are formed as sums of their own.
+are rounded away. For the same reason S travels as its two sides ``1 - S`` and ``1 + S``, each a
+sum of its own.
 
-Everything is computed in float32, or in float64 when either side is float64, a chunk of rows at
-a time, so that no temporary of the logits' size exists. Backward recomputes.
+The three functions mirror the kernels: row statistics, distance from statistics, gradient from
+statistics, over ``[..., V]`` logits a chunk of rows at a time, so that no temporary of the
+logits' size exists. Arithmetic is float32, or float64 where either side is float64.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
-
-from dspark_ext._validate import refuse_double_backward
 
 CHUNK_ROWS = 128
 IGNORE_INDEX = -100
 
 
-class RowStatistics(NamedTuple):
-    """Maximum, its multiplicity and the sum of the others' exponentials, each ``[N, 1]``."""
-
-    m: Tensor
-    c: Tensor
-    t: Tensor
-
-    @property
-    def z(self) -> Tensor:
-        return self.c + self.t
+def real_dtype(draft: Tensor, target: Optional[Tensor] = None) -> torch.dtype:
+    """The dtype of the arithmetic: float64 when either side is, else float32."""
+    wide = draft.dtype == torch.float64 or (target is not None and target.dtype == torch.float64)
+    return torch.float64 if wide else torch.float32
 
 
-def exponentials(x: Tensor) -> tuple[Tensor, RowStatistics]:
-    """``exp(x_j - m)`` ``[N, V]`` and the row statistics. A row with no finite maximum is NaN."""
-    m = x.amax(dim=-1, keepdim=True)
-    e = torch.exp(x - m)
-    is_maximum = x == m
-    c = is_maximum.sum(dim=-1, keepdim=True, dtype=x.dtype)
-    t = e.masked_fill(is_maximum, 0).sum(dim=-1, keepdim=True)
-    return e, RowStatistics(m, c, torch.where(m.isinf(), torch.nan, t))
+def row_statistics(logits: Tensor, real: torch.dtype) -> Tensor:
+    """``(m, c, T)`` of every row, ``[..., 3]`` in ``real``."""
+    rows = []
+    for begin, end in _bounds(logits):
+        x = _rows(logits, begin, end, real)
+        m = x.amax(dim=-1, keepdim=True)
+        is_maximum = x == m
+        c = is_maximum.sum(dim=-1, keepdim=True, dtype=real)
+        t = torch.exp(x - m).masked_fill(is_maximum, 0).sum(dim=-1, keepdim=True)
+        rows.append(torch.cat([m, c, t], dim=-1))
+    return _joined(rows, logits, (3,), real)
 
 
-def cross_entropy(x: Tensor, ids: Tensor, statistics: RowStatistics) -> Tensor:
-    """``log(Z) - (x_y - m)``, ``[N]``; 0 for an id of -100, NaN for another id outside [0, V)."""
-    columns = x.shape[-1]
-    x_y = x.gather(-1, ids.clamp(0, columns - 1).unsqueeze(-1))
-    ce = (torch.log1p(statistics.c - 1 + statistics.t) - (x_y - statistics.m)).squeeze(-1)
-    ce = torch.where((ids >= 0) & (ids < columns), ce, torch.nan)
-    return torch.where(ids == IGNORE_INDEX, 0.0, ce)
+def cross_entropy(statistics: Tensor, label_logit: Tensor) -> Tensor:
+    """``log(Z) - (x_y - m)`` from statistics ``[..., 3]`` and the labels' logits ``[...]``."""
+    m, c, t = statistics.unbind(-1)
+    return torch.log1p(_nan_if_infinite(m) + c - 1 + t) - (label_logit - m)
 
 
-def l1(p: Tensor, q: Tensor) -> Tensor:
-    """``sum |p - q|``, ``[N]``, never above 2."""
-    return (p - q).abs().sum(dim=-1).clamp(max=2)
-
-
-def l1_slopes(p: Tensor, q: Tensor) -> Tensor:
-    """``sign(p_j - q_j) - S``, ``[N, V]``."""
-    sign = torch.sign(p - q)
-    below_one = (p * (1 - sign)).sum(dim=-1, keepdim=True)  # 1 - S
-    above_one = (p * (1 + sign)).sum(dim=-1, keepdim=True)  # 1 + S
-    s = torch.where(below_one < above_one, 1 - below_one, above_one - 1)
-    return torch.where(sign > 0, below_one, torch.where(sign < 0, -above_one, -s))
+def l1_distance(
+    draft: Tensor, target: Tensor, draft_statistics: Tensor, target_statistics: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``l1`` ``[...]`` and the sides of S, ``(1 - S, 1 + S)`` ``[..., 2]``, of every row."""
+    real = real_dtype(draft, target)
+    distances, sides = [], []
+    for begin, end in _bounds(draft):
+        p = _probabilities(draft, draft_statistics, begin, end, real)
+        difference = p - _probabilities(target, target_statistics, begin, end, real)
+        sign = torch.sign(difference)
+        distances.append(difference.abs().sum(dim=-1).clamp(max=2))
+        sides.append(torch.stack([(p * (1 - sign)).sum(-1), (p * (1 + sign)).sum(-1)], dim=-1))
+    return _joined(distances, draft, (), real), _joined(sides, draft, (2,), real)
 
 
 def gradient(
-    a: Optional[Tensor], b: Optional[Tensor], x: Tensor, t: Optional[Tensor], ids: Optional[Tensor]
-) -> Tensor:
-    """Gradient of ``sum(a * ce + b * l1)`` with respect to ``x``, ``[N, V]``."""
-    e, statistics = exponentials(x)
-    p = e / statistics.z
-    grad = torch.zeros_like(x)
-    if a is not None and ids is not None:
-        columns = x.shape[-1]
-        a = torch.where(ids == IGNORE_INDEX, 0.0, a)
-        a = torch.where(((ids >= 0) & (ids < columns)) | (ids == IGNORE_INDEX), a, torch.nan)
-        label = ids.clamp(0, columns - 1).unsqueeze(-1)
-        at_maximum = x.gather(-1, label) == statistics.m
-        p_minus_one = torch.where(
-            at_maximum, -(statistics.c - 1 + statistics.t) / statistics.z, p.gather(-1, label) - 1
-        )
-        grad = a.unsqueeze(-1) * p.scatter(-1, label, p_minus_one)
-    if b is not None and t is not None:
-        f, target_statistics = exponentials(t)
-        slopes = l1_slopes(p, f / target_statistics.z)
-        # A teacher that is only reported on (b = 0) must not reach the gradient, not even as NaN.
-        b = b.unsqueeze(-1)
-        grad = grad + torch.where(b == 0, 0.0, b * p * slopes)
-    return grad
-
-
-class _ChunkedCEAndL1(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        draft: Tensor,
-        target: Optional[Tensor],
-        ids: Optional[Tensor],
-        active: Optional[Tensor],
-        chunk_rows: int,
-    ) -> tuple[Tensor, Tensor]:
-        real, result = _dtypes(draft, target)
-        ce, distance = [], []
-        for begin, end in _bounds(draft, chunk_rows):
-            e, statistics = exponentials(x := _rows(draft, begin, end, real))
-            zero = x.new_zeros(end - begin)
-            if ids is None:
-                ce.append(zero)
-            else:
-                ce.append(cross_entropy(x, ids.reshape(-1)[begin:end], statistics))
-            if target is None:
-                distance.append(zero)
-            else:
-                f, target_statistics = exponentials(_rows(target, begin, end, real))
-                distance.append(l1(e / statistics.z, f / target_statistics.z))
-        leading = draft.shape[:-1]
-        outputs = []
-        for parts in (ce, distance):
-            rows = torch.cat(parts) if parts else draft.new_empty(0, dtype=real)
-            rows = rows.to(result).reshape(leading)
-            outputs.append(rows if active is None else torch.where(active, rows, 0.0))
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(draft, target, ids, active)
-        ctx.chunk_rows = chunk_rows
-        return outputs[0], outputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, grad_ce: Optional[Tensor], grad_l1: Optional[Tensor]) -> tuple:
-        refuse_double_backward("ce_and_l1")
-        draft, target, ids, active = ctx.saved_tensors
-        real, _ = _dtypes(draft, target)
-        a, b, y = (None if v is None else v.reshape(-1) for v in (grad_ce, grad_l1, ids))
-        grads = []
-        for begin, end in _bounds(draft, ctx.chunk_rows):
-            grads.append(
-                gradient(
-                    None if a is None else a[begin:end].to(real),
-                    None if b is None else b[begin:end].to(real),
-                    _rows(draft, begin, end, real),
-                    None if target is None else _rows(target, begin, end, real),
-                    None if y is None else y[begin:end],
-                ).to(draft.dtype)
-            )
-        grad = torch.cat(grads) if grads else draft.new_empty(draft.shape)
-        grad = grad.reshape(draft.shape)
-        if active is not None:
-            grad = torch.where(active.unsqueeze(-1), grad, 0.0)
-        return grad, None, None, None, None
-
-
-def ce_and_l1(
+    a: Optional[Tensor],
+    b: Optional[Tensor],
     draft: Tensor,
     target: Optional[Tensor],
     ids: Optional[Tensor],
     active: Optional[Tensor],
-    chunk_rows: int = CHUNK_ROWS,
-) -> tuple[Tensor, Tensor]:
-    """Per-row ``(ce, l1)`` in ``draft.shape[:-1]``, differentiable in ``draft``.
+    draft_statistics: Tensor,
+    target_statistics: Optional[Tensor],
+    sides: Optional[Tensor],
+) -> Tensor:
+    """Gradient of ``sum(a * ce + b * l1)``, in the draft's shape and dtype.
 
-    Without ``ids`` the ce is 0, without ``target`` the l1. Rows where ``active`` is false give 0.
+    Without ``ids`` or ``a`` there is no cross-entropy, without ``target`` or ``b`` no L1. An id
+    of -100 leaves a row's cross-entropy out; another id outside [0, V) is a column elsewhere.
+    Rows where ``active`` is false get zeros.
     """
-    if active is not None:
-        active = active.to(torch.bool)
-    if ids is not None:
-        ids = ids.to(torch.int64)
-    return _ChunkedCEAndL1.apply(draft, target, ids, active, chunk_rows)
+    real = real_dtype(draft, target)
+    columns = draft.shape[-1]
+    grads = []
+    for begin, end in _bounds(draft):
+
+        def take(per_row: Tensor, begin: int = begin, end: int = end) -> Tensor:
+            return per_row.reshape(-1)[begin:end].unsqueeze(-1)
+
+        p = _probabilities(draft, draft_statistics, begin, end, real)
+        grad = torch.zeros_like(p)
+        if a is not None and ids is not None:
+            label = take(ids)
+            m, c, t = _statistics(draft_statistics, begin, end)
+            here = (label >= 0) & (label < columns)
+            grad = torch.where(label == IGNORE_INDEX, 0, take(a).to(real)) * p
+            if columns > 0:
+                column = label.clamp(0, columns - 1)
+                x_y = _rows(draft, begin, end, real).gather(-1, column)
+                p_y = p.gather(-1, column)
+                p_minus_one = torch.where(x_y == m, -(c - 1 + t) / _z(m, c, t), p_y - 1)
+                with_label = grad.scatter(-1, column, take(a).to(real) * p_minus_one)
+                grad = torch.where(here, with_label, grad)
+        if b is not None and target is not None and target_statistics is not None:
+            assert sides is not None, "an L1 gradient needs the sides of S"
+            q = _probabilities(target, target_statistics, begin, end, real)
+            below_one, above_one = sides.reshape(-1, 2)[begin:end].split(1, dim=-1)
+            slope = torch.where(
+                p > q, below_one, torch.where(p < q, -above_one, (below_one - above_one) / 2)
+            )
+            # A teacher that is only reported on (b = 0) must not reach the gradient, not even
+            # as NaN.
+            grad = grad + torch.where(take(b) == 0, 0, take(b).to(real) * p * slope)
+        if active is not None:
+            grad = torch.where(take(active) != 0, grad, 0)
+        grads.append(grad.to(draft.dtype))
+    return _joined(grads, draft, (columns,), draft.dtype)
 
 
-def _dtypes(draft: Tensor, target: Optional[Tensor]) -> tuple[torch.dtype, torch.dtype]:
-    wide = draft.dtype == torch.float64 or (target is not None and target.dtype == torch.float64)
-    real = torch.float64 if wide else torch.float32
-    return real, torch.float64 if draft.dtype == torch.float64 else torch.float32
+def _nan_if_infinite(m: Tensor) -> Tensor:
+    """0, or NaN where a row has no finite maximum and so no distribution."""
+    return m - m
 
 
-def _bounds(draft: Tensor, chunk_rows: int) -> list[tuple[int, int]]:
-    count = draft.shape[:-1].numel()
-    return [(begin, min(begin + chunk_rows, count)) for begin in range(0, count, chunk_rows)]
+def _z(m: Tensor, c: Tensor, t: Tensor) -> Tensor:
+    return _nan_if_infinite(m) + c + t
 
 
-def _rows(tensor: Tensor, begin: int, end: int, dtype: torch.dtype) -> Tensor:
+def _statistics(statistics: Tensor, begin: int, end: int) -> tuple[Tensor, ...]:
+    return statistics.reshape(-1, 3)[begin:end].split(1, dim=-1)
+
+
+def _probabilities(
+    logits: Tensor, statistics: Tensor, begin: int, end: int, real: torch.dtype
+) -> Tensor:
+    m, c, t = _statistics(statistics, begin, end)
+    return torch.exp(_rows(logits, begin, end, real) - m) / _z(m, c, t)
+
+
+def _bounds(logits: Tensor) -> list[tuple[int, int]]:
+    count = logits.shape[:-1].numel()
+    return [(begin, min(begin + CHUNK_ROWS, count)) for begin in range(0, count, CHUNK_ROWS)]
+
+
+def _rows(logits: Tensor, begin: int, end: int, dtype: torch.dtype) -> Tensor:
     """Rows [begin, end) of ``[..., V]`` as ``[end - begin, V]``; copies no other row."""
-    leading, columns = tensor.shape[:-1], tensor.shape[-1]
-    if len(leading) != 1 and tensor.is_contiguous():
-        tensor = tensor.view(-1, columns)
-    if tensor.dim() == 2:
-        return tensor[begin:end].to(dtype)
-    index = torch.arange(begin, end, device=tensor.device)
-    return (
-        tensor[torch.unravel_index(index, leading)].to(dtype) if leading else tensor[None].to(dtype)
-    )
+    leading, columns = logits.shape[:-1], logits.shape[-1]
+    if logits.dim() != 2 and logits.is_contiguous():
+        logits = logits.view(-1, columns)
+    if logits.dim() == 2:
+        return logits[begin:end].to(dtype)
+    index = torch.arange(begin, end, device=logits.device)
+    return logits[torch.unravel_index(index, leading)].to(dtype)
+
+
+def _joined(
+    parts: list[Tensor], logits: Tensor, last: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    joined = torch.cat(parts) if parts else logits.new_empty((0, *last), dtype=dtype)
+    return joined.reshape(*logits.shape[:-1], *last)

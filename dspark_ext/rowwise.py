@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -17,8 +17,23 @@ from dspark_ext._validate import (
     check_same_shape,
     check_target,
     check_tensor,
-    check_vocabulary_shard,
+    refuse_double_backward,
 )
+from dspark_ext.vocab_parallel import (
+    VocabularyArguments,
+    VocabularyShard,
+    combine_statistics,
+    find_shard,
+    split_dtensors,
+    sum_over_ranks,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# Stand-ins for an id while a row is computed: its column lies on another rank; it is no column.
+_ELSEWHERE = -1
+_NOWHERE = -2
 
 
 def ce_and_l1(
@@ -27,7 +42,7 @@ def ce_and_l1(
     target_ids: Tensor,
     *,
     active: Optional[Tensor] = None,
-    tp_group: object = None,
+    tp_group: Optional[ProcessGroup] = None,
     vocab_start: Optional[int] = None,
     vocab_size: Optional[int] = None,
     impl: str = "auto",
@@ -42,7 +57,12 @@ def ce_and_l1(
         target_ids: ``[...]`` integers, the label of each row. -100 makes a row's ce 0.
         active: ``[...]`` mask, nonzero where a row counts; other rows are not read (their logits
             and ids may be anything), give 0 and get a zero gradient. Default: all rows.
-        tp_group, vocab_start, vocab_size: vocabulary-parallel logits.
+        tp_group: the ranks that each hold some columns of these rows; the logits are then this
+            rank's ``[..., V_local]``, and ids stay global. Two small collectives in forward,
+            none in backward.
+        vocab_start: global id of this rank's first column (default: rank * V_local).
+        vocab_size: number of real columns over all ranks (default: all); columns past it are
+            padding and take no part.
         impl: ``"auto"``, ``"kernel"`` or ``"torch"``.
 
     Returns:
@@ -57,13 +77,10 @@ def ce_and_l1(
         TypeError: an unsupported dtype or kind of tensor.
         IndexError: an id outside [0, V) other than -100 on an active row (host tensors).
     """
-    draft = check_logits("draft_logits", draft_logits)
-    target = check_logits("target_logits", target_logits)
-    check_target(draft, target, "draft_logits", "target_logits")
-    check_vocabulary_shard(tp_group, vocab_start, vocab_size)
-    ids, mask = _check_rows(draft, "draft_logits", target_ids, active)
-    check_same_device("draft_logits", draft, target_logits=target)
-    return per_row(draft, target, ids, mask, impl)
+    draft, target, ids, mask, shard = _checked(
+        draft_logits, target_logits, target_ids, active, (tp_group, vocab_start, vocab_size)
+    )
+    return per_row(draft, target, ids, mask, impl, shard)
 
 
 def l1_distance(
@@ -71,19 +88,16 @@ def l1_distance(
     target_logits: Tensor,
     *,
     active: Optional[Tensor] = None,
-    tp_group: object = None,
+    tp_group: Optional[ProcessGroup] = None,
     vocab_start: Optional[int] = None,
     vocab_size: Optional[int] = None,
     impl: str = "auto",
 ) -> Tensor:
     """L1 distance between the rows' distributions, ``[...]``; see :func:`ce_and_l1`."""
-    draft = check_logits("draft_logits", draft_logits)
-    target = check_logits("target_logits", target_logits)
-    check_target(draft, target, "draft_logits", "target_logits")
-    check_vocabulary_shard(tp_group, vocab_start, vocab_size)
-    _, mask = _check_rows(draft, "draft_logits", None, active)
-    check_same_device("draft_logits", draft, target_logits=target)
-    return per_row(draft, target, None, mask, impl)[1]
+    draft, target, _, mask, shard = _checked(
+        draft_logits, target_logits, None, active, (tp_group, vocab_start, vocab_size)
+    )
+    return per_row(draft, target, None, mask, impl, shard)[1]
 
 
 def token_log_prob(
@@ -91,7 +105,7 @@ def token_log_prob(
     ids: Tensor,
     *,
     active: Optional[Tensor] = None,
-    tp_group: object = None,
+    tp_group: Optional[ProcessGroup] = None,
     vocab_start: Optional[int] = None,
     vocab_size: Optional[int] = None,
     impl: str = "auto",
@@ -100,23 +114,33 @@ def token_log_prob(
 
     Rows with id -100, and rows that are not active, give 0.
     """
-    logits = check_logits("logits", logits)
-    check_vocabulary_shard(tp_group, vocab_start, vocab_size)
-    checked_ids, mask = _check_rows(logits, "logits", ids, active, ids_name="ids")
-    if not _backend.uses_kernel(impl, logits.device):
-        return -per_row(logits, None, checked_ids, mask, impl)[0]
-    _, log_prob = torch.ops.dspark_ext.log_softmax_fwd(logits, checked_ids, mask)
-    return log_prob
+    logits, _, checked_ids, mask, shard = _checked(
+        logits, None, ids, active, (tp_group, vocab_start, vocab_size), ("logits", "ids")
+    )
+    if shard is None and _backend.uses_kernel(impl, logits.device):
+        return torch.ops.dspark_ext.log_softmax_fwd(logits, checked_ids, mask)[1]
+    return -per_row(logits, None, checked_ids, mask, impl, shard)[0]
 
 
-def _check_rows(
-    logits: Tensor,
-    logits_name: str,
+def _checked(
+    draft_logits: Tensor,
+    target_logits: Optional[Tensor],
     ids: Optional[Tensor],
     active: Optional[Tensor],
-    ids_name: str = "target_ids",
-) -> tuple[Optional[Tensor], Optional[Tensor]]:
-    leading, origin = tuple(logits.shape[:-1]), f"the leading dimensions of {logits_name}"
+    vocabulary: VocabularyArguments,
+    names: tuple[str, str] = ("draft_logits", "target_ids"),
+) -> tuple[Tensor, Optional[Tensor], Optional[Tensor], Optional[Tensor], Optional[VocabularyShard]]:
+    """Every argument of the functions above with its shape, dtype and device checked."""
+    draft_name, ids_name = names
+    draft_logits, target_logits, vocabulary = split_dtensors(
+        draft_logits, target_logits, vocabulary, draft_name, "target_logits"
+    )
+    draft = check_logits(draft_name, draft_logits, sharded=vocabulary[0] is not None)
+    leading, origin = tuple(draft.shape[:-1]), f"the leading dimensions of {draft_name}"
+    target = target_logits
+    if target is not None:
+        target = check_logits("target_logits", target, sharded=vocabulary[0] is not None)
+        check_target(draft, target, draft_name, "target_logits")
     if ids is not None:
         check_tensor(ids_name, ids, INTEGER_DTYPES)
         check_same_shape(ids_name, ids, leading, origin)
@@ -124,8 +148,11 @@ def _check_rows(
         check_tensor("active", active, MASK_DTYPES)
         check_same_shape("active", active, leading, origin)
         active = active != 0
-    check_same_device(logits_name, logits, **{ids_name: ids, "active": active})
-    return ids, active
+    check_same_device(
+        draft_name, draft, **{"target_logits": target, ids_name: ids, "active": active}
+    )
+    shard = find_shard(draft.shape[-1], *vocabulary)
+    return draft, target, ids, active, shard
 
 
 def per_row(
@@ -134,11 +161,168 @@ def per_row(
     ids: Optional[Tensor],
     active: Optional[Tensor],
     impl: str,
+    shard: Optional[VocabularyShard] = None,
 ) -> tuple[Tensor, Tensor]:
-    """``(ce, l1)`` of validated inputs on the recompute path, by kernel or in PyTorch."""
+    """``(ce, l1)`` of validated inputs; 0 for what lacks ``ids`` or ``target``.
+
+    One kernel visit where the kernel holds whole rows; otherwise statistics, distance and
+    gradient one after another, by kernel or in PyTorch.
+    """
     target = None if target is None else target.detach()
-    if _backend.uses_kernel(impl, draft.device):
+    use_kernel = _backend.uses_kernel(impl, draft.device)
+    if use_kernel and shard is None:
         return torch.ops.dspark_ext.ce_and_l1_fwd(draft, target, ids, active)[:2]
-    if ids is not None and draft.device.type == "cpu" and not torch.compiler.is_compiling():
-        _backend.check_ids(ids, active, draft.shape[-1])
-    return reference.ce_and_l1(draft, target, ids, active)
+    if shard is not None and shard.columns < draft.shape[-1]:
+        draft = draft[..., : shard.columns]
+        target = None if target is None else target[..., : shard.columns]
+    return _StepByStep.apply(draft, target, ids, active, use_kernel, shard)
+
+
+class _StepByStep(torch.autograd.Function):
+    """Statistics, then distance, with the ranks' parts combined in between where the vocabulary
+    is sharded; backward recomputes from the combined statistics and needs no other rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        draft: Tensor,
+        target: Optional[Tensor],
+        ids: Optional[Tensor],
+        active: Optional[Tensor],
+        use_kernel: bool,
+        shard: Optional[VocabularyShard],
+    ) -> tuple[Tensor, Tensor]:
+        real = reference.real_dtype(draft, target)
+        result = _backend.result_dtype(draft)
+        draft_statistics = _row_statistics(draft, active, real, use_kernel)
+        target_statistics = None
+        if target is not None:
+            target_statistics = _row_statistics(target, active, real, use_kernel)
+        label = None if ids is None else _find_label(draft, ids, shard, real)
+        if shard is not None:
+            draft_statistics, target_statistics, label = _combine_over_ranks(
+                shard, draft_statistics, target_statistics, label
+            )
+        ce = l1 = draft.new_zeros(draft.shape[:-1], dtype=real)
+        if ids is not None and label is not None:
+            _refuse_nowhere(ids, label.column, active)
+            ce = reference.cross_entropy(draft_statistics, label.logit)
+            ce = torch.where(label.column == _NOWHERE, torch.nan, ce)
+            ce = torch.where(label.column == reference.IGNORE_INDEX, 0, ce)
+        sides = None
+        if target is not None and target_statistics is not None:
+            l1, sides = _distance(
+                draft, target, draft_statistics, target_statistics, active, use_kernel
+            )
+            if shard is not None:
+                parts = shard.gather(torch.cat([l1.unsqueeze(-1).to(real), sides], dim=-1))
+                l1, *halves = sum_over_ranks(parts).unbind(-1)
+                l1, sides = l1.clamp(max=2), torch.stack(halves, dim=-1)
+        if active is not None:
+            ce, l1 = torch.where(active, ce, 0), torch.where(active, l1, 0)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(
+            draft,
+            target,
+            None if label is None else label.column,
+            active,
+            draft_statistics,
+            target_statistics,
+            sides,
+        )
+        ctx.use_kernel = use_kernel
+        return ce.to(result), l1.to(result)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ce: Optional[Tensor], grad_l1: Optional[Tensor]) -> tuple:
+        refuse_double_backward("ce_and_l1")
+        column = ctx.saved_tensors[2]
+        if grad_ce is not None and column is not None:
+            grad_ce = torch.where(column == _NOWHERE, torch.nan, grad_ce)
+        gradient = torch.ops.dspark_ext.ce_and_l1_bwd if ctx.use_kernel else reference.gradient
+        grad = gradient(grad_ce, grad_l1, *ctx.saved_tensors)
+        return grad, None, None, None, None, None
+
+
+class _Label(NamedTuple):
+    """Each row's label: its local column, or a stand-in, and its logit (0 without a column)."""
+
+    column: Tensor
+    logit: Tensor
+
+
+def _row_statistics(
+    logits: Tensor, active: Optional[Tensor], real: torch.dtype, use_kernel: bool
+) -> Tensor:
+    if use_kernel:
+        return torch.ops.dspark_ext.log_softmax_fwd(logits, None, active)[0].to(real)
+    return reference.row_statistics(logits, real)
+
+
+def _distance(
+    draft: Tensor,
+    target: Tensor,
+    draft_statistics: Tensor,
+    target_statistics: Tensor,
+    active: Optional[Tensor],
+    use_kernel: bool,
+) -> tuple[Tensor, Tensor]:
+    if use_kernel:
+        return torch.ops.dspark_ext.l1_distance_fwd(
+            draft, target, draft_statistics, target_statistics, active
+        )
+    return reference.l1_distance(draft, target, draft_statistics, target_statistics)
+
+
+def _find_label(
+    draft: Tensor, ids: Tensor, shard: Optional[VocabularyShard], real: torch.dtype
+) -> _Label:
+    columns = draft.shape[-1]
+    local = ids.to(torch.int64) - (0 if shard is None else shard.start)
+    here = (local >= 0) & (local < columns)
+    column = torch.where(here, local, _NOWHERE)
+    column = torch.where(ids == reference.IGNORE_INDEX, reference.IGNORE_INDEX, column)
+    if columns == 0:
+        return _Label(column, draft.new_zeros(ids.shape, dtype=real))
+    logit = draft.gather(-1, column.clamp(min=0).unsqueeze(-1)).squeeze(-1).to(real)
+    return _Label(column, torch.where(here, logit, 0))
+
+
+def _combine_over_ranks(
+    shard: VocabularyShard,
+    draft_statistics: Tensor,
+    target_statistics: Optional[Tensor],
+    label: Optional[_Label],
+) -> tuple[Tensor, Optional[Tensor], Optional[_Label]]:
+    """What each rank knows of its own columns as what is true of the whole rows: one gather."""
+    parts = [draft_statistics]
+    if target_statistics is not None:
+        parts.append(target_statistics)
+    if label is not None:
+        is_here = (label.column >= 0).to(label.logit.dtype)
+        parts += [label.logit.unsqueeze(-1), is_here.unsqueeze(-1)]
+    gathered = shard.gather(torch.cat(parts, dim=-1))
+    draft_statistics = combine_statistics(gathered[..., :3])
+    if target_statistics is not None:
+        target_statistics = combine_statistics(gathered[..., 3:6])
+    if label is not None:
+        # Exactly one rank holds a label, so the sum of the ranks' logits is its logit.
+        owners = sum_over_ranks(gathered[..., -1])
+        elsewhere = (label.column == _NOWHERE) & (owners == 1)
+        label = _Label(
+            torch.where(elsewhere, _ELSEWHERE, label.column), sum_over_ranks(gathered[..., -2])
+        )
+    return draft_statistics, target_statistics, label
+
+
+def _refuse_nowhere(ids: Tensor, column: Tensor, active: Optional[Tensor]) -> None:
+    """IndexError for an active row's id that is no column; on the host only, and not while a
+    compiler traces. Elsewhere such a row is NaN."""
+    if torch.compiler.is_compiling():
+        return
+    if ids.device.type == "cpu" or _backend.checks_enabled():
+        nowhere = column == _NOWHERE
+        _backend.refuse_ids(ids, nowhere if active is None else nowhere & active)
+
+
+__all__ = ["ce_and_l1", "l1_distance", "token_log_prob"]

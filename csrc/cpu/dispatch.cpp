@@ -54,14 +54,6 @@ int64_t weighted_scratch_bytes(int64_t columns, bool wide) {
          chunk_scratch_bytes(columns);
 }
 
-int64_t first_bad_id(const int64_t* ids, const uint8_t* active, int64_t rows, int64_t columns) {
-  for (int64_t row = 0; row < rows; ++row) {
-    const bool good = (ids[row] >= 0 && ids[row] < columns) || ids[row] == kIgnoreIndex;
-    if (!good && is_active(active, row)) return row;
-  }
-  return -1;
-}
-
 void advise_huge_pages(void* data, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));

@@ -12,16 +12,16 @@ namespace {
 // bypass the caches and spare the read of the line they overwrite.
 inline constexpr int64_t kStreamedBytes = int64_t{8} << 20;
 
-// a + b (s - S) for the three values of s.
+// a + b (s - S) for s = 1, 0, -1.
 template <class Real>
 struct Slopes {
   Real above, tie, below;
 
-  Slopes(double a, double b, double s) {
+  Slopes(double a, double b, const Sides& sides) {
     // A teacher that is only reported on (b = 0) must not reach the gradient, not even as NaN.
-    above = canonical(b == 0 ? a : a + b * (1 - s));
-    tie = canonical(b == 0 ? a : a - b * s);
-    below = canonical(b == 0 ? a : a - b * (1 + s));
+    above = canonical(b == 0 ? a : a + b * sides.below_one);
+    tie = canonical(b == 0 ? a : a + b * (sides.below_one - sides.above_one) / 2);
+    below = canonical(b == 0 ? a : a - b * sides.above_one);
   }
 
   static Real canonical(double x) {
@@ -140,13 +140,15 @@ inline bool is_streamed(const Rows& gradient) {
 // both parts are tiny differences from 1. Where the label is a maximum, p_y - 1 is formed from
 // the other columns' sum, since subtracting 1 from a rounded p_y leaves noise.
 template <class Real>
-inline double label_gradient(double label_logit, Real p, Real q, double a, double b, double s,
-                             const RowStatistics& draft) {
+inline double label_gradient(double label_logit, Real p, Real q, double a, double b,
+                             const Sides& sides, const RowStatistics& draft) {
   const double p_y = static_cast<double>(p);
   const double p_minus_one =
       label_logit == draft.m ? -(draft.c - 1 + draft.t) / draft.z() : p_y - 1;
-  const double sign = p > q ? 1 : p < q ? -1 : 0;
-  return a * p_minus_one + (b == 0 ? 0 : b * p_y * (sign - s));
+  const double slope = p > q   ? sides.below_one
+                       : p < q ? -sides.above_one
+                               : (sides.below_one - sides.above_one) / 2;
+  return a * p_minus_one + (b == 0 ? 0 : b * p_y * slope);
 }
 
 template <class Real>
@@ -173,8 +175,8 @@ void gradient_rows(const GradientArgs& args) {
       const RowStatistics p = load_statistics<Real>(args.draft_statistics, row);
       const RowStatistics q =
           t != nullptr ? load_statistics<Real>(args.target_statistics, row) : RowStatistics{};
-      const double s = t != nullptr ? args.s[row] : 0;
-      const Slopes<Real> slopes(a, b, s);
+      const Sides sides = t != nullptr ? load_sides<Real>(args.sides, row) : Sides{};
+      const Slopes<Real> slopes(a, b, sides);
       const Real p_scale = static_cast<Real>(1 / p.z());
       const Real q_scale = t != nullptr ? static_cast<Real>(1 / q.z()) : Real(0);
       for_each_chunk(columns, team, Order::kForward, [&](int64_t, int64_t begin, int64_t size) {
@@ -188,7 +190,7 @@ void gradient_rows(const GradientArgs& args) {
           const Real p_y = e.values[id - begin] * p_scale;
           const Real q_y = t != nullptr ? f.values[id - begin] * q_scale : p_y;
           const double label_logit = static_cast<double>(draft.at(x, id));
-          writer.element(out, id, label_gradient<Real>(label_logit, p_y, q_y, a, b, s, p));
+          writer.element(out, id, label_gradient<Real>(label_logit, p_y, q_y, a, b, sides, p));
         }
       });
     }

@@ -2,9 +2,9 @@
 // instruction-set level. All pointers are the caller's; nothing here allocates.
 //
 // N rows, V columns. Per-row arrays are contiguous. `Real` is double where either dtype is
-// float64 and float otherwise; it is the type of every per-row array except S, which is always
-// double: 1 - |S| is what the gradient needs, and in a confident row that difference has no
-// digits left in fp32.
+// float64 and float otherwise, and the type of every per-row array. S = sum sign(p - q) p travels
+// as its two sides, 1 - S and 1 + S: the smaller of them is what the gradient of a confident row
+// consists of, and subtracting a rounded S from 1 would leave none of its digits.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ struct L1DistanceArgs {
   const void* draft_statistics;   // [N, 3] Real
   const void* target_statistics;  // [N, 3] Real
   void* l1;                       // [N] Real
-  double* s;                      // [N]
+  void* sides;                    // [N, 2] Real: 1 - S, 1 + S
   void* scratch;                  // threads * chunk_scratch_bytes(V)
   int threads;
 };
@@ -46,7 +46,7 @@ struct GradientArgs {
   const uint8_t* active;
   const void* draft_statistics;
   const void* target_statistics;
-  const double* s;
+  const void* sides;           // [N, 2] Real
   const void* ce_coefficient;  // [N] Real, `a`; null: zeros
   const void* l1_coefficient;  // [N] Real, `b`; null: zeros
   const Rows* gradient;        // the draft's dtype
@@ -64,7 +64,7 @@ struct WeightedArgs {
   void* l1;                 // [N] Real
   void* draft_statistics;   // [N, 3] Real, or null
   void* target_statistics;  // [N, 3] Real, or null
-  double* s;                // [N], or null
+  void* sides;              // [N, 2] Real, or null
   const Rows* gradient;     // null: evaluation. May be the draft itself
   void* scratch;            // threads * weighted_scratch_bytes(V, wide)
   int threads;
@@ -106,9 +106,6 @@ const char* available_levels();
 // Bytes of scratch one thread needs. `wide`: Real is double.
 int64_t chunk_scratch_bytes(int64_t columns);
 int64_t weighted_scratch_bytes(int64_t columns, bool wide);
-
-// The first active row whose id is neither in [0, columns) nor -100, or -1.
-int64_t first_bad_id(const int64_t* ids, const uint8_t* active, int64_t rows, int64_t columns);
 
 // Asks for huge pages under memory that has not been touched yet: a fresh gradient of hundreds
 // of MiB otherwise spends longer in page faults than in arithmetic. No effect outside Linux.

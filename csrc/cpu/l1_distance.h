@@ -1,15 +1,34 @@
-// l1_distance: per row l1 = sum |p - q| and S = sum sign(p - q) p from two rows of logits and
-// their statistics. Reads both rows once; neither softmax is materialised.
+// l1_distance: per row l1 = sum |p - q| and the two sides of S = sum sign(p - q) p, 1 - S and
+// 1 + S, from two rows of logits and their statistics. Reads both rows once; neither softmax is
+// materialised. Over some of a row's columns the results are partial sums.
 //
 // l1 is a direct sum of absolute differences, since 2 - 2 sum min(p, q) loses everything where
-// the distributions are close. S is formed from whichever of 1 - S and 1 + S is the smaller sum,
-// because that small sum is what the gradient of a confident row consists of.
+// the distributions are close. The sides are sums of their own because the smaller one is what the
+// gradient of a confident row consists of.
 #pragma once
 
 #include "log_softmax.h"
 
 namespace dspark::cpu {
 namespace {
+
+struct Sides {
+  double below_one;  // 1 - S
+  double above_one;  // 1 + S
+};
+
+template <class Real>
+inline void store_sides(void* all, int64_t row, const Sides& sides) {
+  Real* out = static_cast<Real*>(all) + 2 * row;
+  out[0] = static_cast<Real>(sides.below_one);
+  out[1] = static_cast<Real>(sides.above_one);
+}
+
+template <class Real>
+inline Sides load_sides(const void* all, int64_t row) {
+  const Real* in = static_cast<const Real*>(all) + 2 * row;
+  return {static_cast<double>(in[0]), static_cast<double>(in[1])};
+}
 
 struct Distance {
   double l1 = 0;
@@ -22,10 +41,8 @@ struct Distance {
     above_one += other.above_one;
   }
   double clamped_l1() const { return l1 > 2 ? 2 : l1; }
-  double s() const {
-    if (l1 != l1) return l1;  // NaN on either side
-    return below_one < above_one ? 1 - below_one : above_one - 1;
-  }
+  // NaN on either side of a comparison is neither larger nor smaller; only l1 has seen it.
+  Sides sides() const { return l1 != l1 ? Sides{l1, l1} : Sides{below_one, above_one}; }
 };
 
 // `e` and `f` are the exponentials of draft and target, p = e * p_scale and q = f * q_scale.
@@ -75,12 +92,9 @@ void l1_distance_rows(const L1DistanceArgs& args) {
                                           static_cast<Real>(1 / q.z()));
       });
       for (int64_t i = 0; i < chunk_count(columns); ++i) total.add(partial[i]);
-      static_cast<Real*>(args.l1)[row] = static_cast<Real>(total.clamped_l1());
-      args.s[row] = total.s();
-    } else {
-      static_cast<Real*>(args.l1)[row] = 0;
-      args.s[row] = 0;
     }
+    static_cast<Real*>(args.l1)[row] = static_cast<Real>(total.clamped_l1());
+    store_sides<Real>(args.sides, row, total.sides());
   });
 }
 

@@ -21,8 +21,11 @@ struct ChunkStatistics {
 struct RowStatistics {
   double m, c, t;
 
-  double z() const { return c + t; }
-  double log_z() const { return ::log1p(c - 1 + t); }
+  // As in PyTorch, a row without a finite logit, or with +inf, has no distribution: m - m makes
+  // it NaN. Decided here and not in T, since a shard of nothing but -inf may belong to a row that
+  // has a distribution.
+  double z() const { return m - m + c + t; }
+  double log_z() const { return ::log1p(m - m + c - 1 + t); }
 };
 
 // What one element type can do with the columns of a chunk. `e` receives the exponentials,
@@ -151,8 +154,7 @@ inline Reader<Real> reader_for(DType dtype) {
 template <class Real, class F>
 inline RowStatistics combine(const Reader<Real>& reader, const void* row, int64_t columns,
                              const ChunkStatistics* chunks, F&& exponentials) {
-  const double infinity = std::numeric_limits<double>::infinity();
-  RowStatistics result{-infinity, 0, 0};
+  RowStatistics result{-std::numeric_limits<double>::infinity(), 0, 0};
   for (int64_t i = 0; i < chunk_count(columns); ++i) {
     result.m = chunks[i].maximum > result.m ? chunks[i].maximum : result.m;
   }
@@ -164,10 +166,6 @@ inline RowStatistics combine(const Reader<Real>& reader, const void* row, int64_
       result.t += chunks[i].sum * ::exp(chunks[i].maximum - result.m);
     }
   });
-  // As in PyTorch, a row without a finite logit, or with +inf, has no distribution.
-  if (result.m == infinity || result.m == -infinity) {
-    result.t = std::numeric_limits<double>::quiet_NaN();
-  }
   return result;
 }
 

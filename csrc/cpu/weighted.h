@@ -3,7 +3,7 @@
 // exponentials per thread and operand, never a softmax of the whole batch.
 //
 //   sweep 1  logits -> exponentials relative to their chunk's maximum, chunk maxima and sums
-//   sweep 2  exponentials -> l1 and S (chunk maxima are folded into one scale per chunk)
+//   sweep 2  exponentials -> l1 and S's sides (chunk maxima are folded into one scale per chunk)
 //   sweep 3  exponentials -> gradient
 //
 // The gradient may be written over the draft logits: sweep 3 of a row begins after the last
@@ -36,7 +36,7 @@ struct Operand {
 
   // From exponentials relative to the chunk's maximum to probabilities.
   Real scale(int64_t i) const {
-    // Written so that a row without a distribution (T is NaN) gives NaN, and a chunk of -inf 0.
+    // A chunk of nothing but -inf shrinks to 0; an infinite maximum meets itself, not inf - inf.
     const double shrink =
         chunks[i].maximum == statistics.m ? 1 : ::exp(chunks[i].maximum - statistics.m);
     return static_cast<Real>(shrink / statistics.z());
@@ -117,8 +117,8 @@ void weighted_rows(const WeightedArgs& args) {
         const double b =
             has_target ? static_cast<double>(static_cast<const Real*>(args.l1_coefficient)[row])
                        : 0;
-        const double s = distance.s();
-        const Slopes<Real> slopes(a, b, s);
+        const Sides sides = distance.sides();
+        const Slopes<Real> slopes(a, b, sides);
         for_each_chunk(columns, team, Order::kForward, [&](int64_t i, int64_t begin, int64_t size) {
           const Real p_scale = draft.scale(i);
           const Real q_scale = has_target ? target.scale(i) : Real(0);
@@ -129,8 +129,9 @@ void weighted_rows(const WeightedArgs& args) {
           if (id >= begin && id < begin + size) {
             const Real p_y = draft.e[id] * p_scale;
             const Real q_y = has_target ? target.e[id] * q_scale : p_y;
-            writer.element(out, id,
-                           label_gradient<Real>(label_logit, p_y, q_y, a, b, s, draft_statistics));
+            writer.element(
+                out, id,
+                label_gradient<Real>(label_logit, p_y, q_y, a, b, sides, draft_statistics));
           }
         });
       }
@@ -146,7 +147,7 @@ void weighted_rows(const WeightedArgs& args) {
     if (args.target_statistics != nullptr) {
       store_statistics<Real>(args.target_statistics, row, target_statistics);
     }
-    if (args.s != nullptr) args.s[row] = distance.s();
+    if (args.sides != nullptr) store_sides<Real>(args.sides, row, distance.sides());
   });
 }
 
