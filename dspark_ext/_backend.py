@@ -202,7 +202,7 @@ def gradient(
 def ce_and_l1(
     draft: Tensor, target: Optional[Tensor], ids: Optional[Tensor], active: Optional[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``ce``, ``l1``, both statistics ``[..., 3]`` and the sides of S ``[..., 2]``, at one visit."""
+    """``ce``, ``l1``, both statistics ``[..., 3]``, the sides of S ``[..., 2]``: one visit."""
     real = real_dtype(draft, target)
     leading = draft.shape[:-1]
     draft_statistics = torch.empty((*leading, 3), dtype=real)

@@ -278,8 +278,9 @@ def _collect_local_terms(
     outputs, _ = _checked(outputs, l1_loss_alpha > 0)
     weights = _weights(outputs, loss_decay_gamma)
     ce, l1 = _recomputed_rows(outputs, l1_loss_alpha, impl, None)
+    has_l1 = _needs_l1(outputs, l1_loss_alpha)
     has_confidence = outputs.confidence_pred is not None
-    return _local_terms(outputs, weights, ce, l1, l1_loss_alpha), has_confidence
+    return _local_terms(outputs, weights, ce, l1 if has_l1 else None, l1_loss_alpha), has_confidence
 
 
 def _recomputed_rows(
@@ -299,12 +300,11 @@ def _recomputed_rows(
 
 
 def _local_terms(
-    outputs: DSparkForwardOutput, weights: Tensor, ce: Tensor, l1: Tensor, l1_loss_alpha: float
+    outputs: Any, weights: Tensor, ce: Tensor, l1: Optional[Tensor], l1_loss_alpha: float
 ) -> dict[str, Tensor]:
-    """Weighted sums and diagnostics from the rows' ``ce`` and ``l1``."""
+    """Weighted sums and diagnostics from the rows' ``ce`` and ``l1`` (None where none is known)."""
     denominator, zero = _sum(weights), weights.new_zeros(())
-    has_l1 = _needs_l1(outputs, l1_loss_alpha)
-    accept = _compute_accept_rate_3d(l1_dist_per_token=l1 if has_l1 else None)
+    accept = _compute_accept_rate_3d(l1_dist_per_token=l1)
     l1_num, l1_den = _compute_local_l1_term(
         l1_dist_per_token=l1 if l1_loss_alpha > 0 else None, loss_weight_mask=weights
     )
@@ -371,6 +371,22 @@ def _build_loss(
 
 def _term_factor(scale: float, denominator: Tensor) -> Tensor:
     return torch.where(denominator > 0, scale / (denominator + _EPSILON), 0.0)
+
+
+def _row_coefficients(
+    weights: Tensor, denominator: Tensor, world_size: int, ce_alpha: float, l1_alpha: float
+) -> tuple[Tensor, Tensor]:
+    """What a row's ce and its l1 are multiplied by in the loss, known before the logits."""
+    return (
+        weights * _term_factor(world_size * ce_alpha, denominator),
+        weights * _term_factor(world_size * max(l1_alpha, 0.0), denominator),
+    )
+
+
+def _confidence_loss(
+    loss_terms: dict[str, Tensor], denominator: Tensor, world_size: int, alpha: float
+) -> Tensor:
+    return _term_factor(world_size * alpha, denominator) * loss_terms["confidence_loss_num"]
 
 
 # --- The objective ------------------------------------------------------------------------------
@@ -444,31 +460,29 @@ def compute_dspark_loss(
     world_size = ranks.size if grad_reduction == "mean" else 1
     weights = _weights(outputs, loss_decay_gamma)
     denominator = _global_denominator(weights, denominators, ranks)
-    has_confidence = outputs.confidence_pred is not None
+    has_l1 = _needs_l1(outputs, l1_loss_alpha)
 
     if use_kernel and shard is None and outputs.draft_logits.dtype != torch.float16:
         objective, ce, l1 = _fused_rows(
             outputs,
-            weights * _term_factor(world_size * ce_loss_alpha, denominator),
-            weights * _term_factor(world_size * max(l1_loss_alpha, 0.0), denominator),
+            *_row_coefficients(weights, denominator, world_size, ce_loss_alpha, l1_loss_alpha),
             l1_loss_alpha,
             inplace_grad,
         )
-        loss_terms = _local_terms(outputs, weights, ce, l1, l1_loss_alpha)
-        loss = objective
-        if has_confidence:
-            factor = _term_factor(world_size * confidence_head_alpha, denominator)
-            loss = loss + factor * loss_terms["confidence_loss_num"]
+        loss_terms = _local_terms(outputs, weights, ce, l1 if has_l1 else None, l1_loss_alpha)
+        loss = objective + _confidence_loss(
+            loss_terms, denominator, world_size, confidence_head_alpha
+        )
     else:
         ce, l1 = _recomputed_rows(outputs, l1_loss_alpha, impl, shard)
-        loss_terms = _local_terms(outputs, weights, ce, l1, l1_loss_alpha)
+        loss_terms = _local_terms(outputs, weights, ce, l1 if has_l1 else None, l1_loss_alpha)
         loss = _build_loss(
             loss_terms=loss_terms,
             global_denominators=dict.fromkeys(_DENOMINATORS, denominator),
             ce_loss_alpha=ce_loss_alpha,
             l1_loss_alpha=l1_loss_alpha,
             confidence_head_alpha=confidence_head_alpha,
-            has_confidence=has_confidence,
+            has_confidence=outputs.confidence_pred is not None,
             world_size=world_size,
         )
     if not return_terms:
@@ -577,7 +591,7 @@ def _weights(outputs: DSparkForwardOutput, loss_decay_gamma: Optional[float]) ->
     return _build_loss_weight_mask(
         eval_mask=outputs.eval_mask,
         block_size=outputs.eval_mask.shape[-1],
-        device=outputs.draft_logits.device,
+        device=outputs.eval_mask.device,
         loss_decay_gamma=loss_decay_gamma,
         dtype=_backend.result_dtype(outputs.draft_logits),
     )

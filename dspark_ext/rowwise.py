@@ -179,8 +179,7 @@ def per_row(
 
 
 class _StepByStep(torch.autograd.Function):
-    """Statistics, then distance, with the ranks' parts combined in between where the vocabulary
-    is sharded; backward recomputes from the combined statistics and needs no other rank."""
+    """``rows_forward`` with autograd; backward recomputes and needs no other rank."""
 
     @staticmethod
     def forward(
@@ -192,56 +191,88 @@ class _StepByStep(torch.autograd.Function):
         use_kernel: bool,
         shard: Optional[VocabularyShard],
     ) -> tuple[Tensor, Tensor]:
-        real = reference.real_dtype(draft, target)
-        result = _backend.result_dtype(draft)
-        draft_statistics = _row_statistics(draft, active, real, use_kernel)
-        target_statistics = None
-        if target is not None:
-            target_statistics = _row_statistics(target, active, real, use_kernel)
-        label = None if ids is None else _find_label(draft, ids, shard, real)
-        if shard is not None:
-            draft_statistics, target_statistics, label = _combine_over_ranks(
-                shard, draft_statistics, target_statistics, label
-            )
-        ce = l1 = draft.new_zeros(draft.shape[:-1], dtype=real)
-        if ids is not None and label is not None:
-            _refuse_nowhere(ids, label.column, active)
-            ce = reference.cross_entropy(draft_statistics, label.logit)
-            ce = torch.where(label.column == _NOWHERE, torch.nan, ce)
-            ce = torch.where(label.column == reference.IGNORE_INDEX, 0, ce)
-        sides = None
-        if target is not None and target_statistics is not None:
-            l1, sides = _distance(
-                draft, target, draft_statistics, target_statistics, active, use_kernel
-            )
-            if shard is not None:
-                parts = shard.gather(torch.cat([l1.unsqueeze(-1).to(real), sides], dim=-1))
-                l1, *halves = sum_over_ranks(parts).unbind(-1)
-                l1, sides = l1.clamp(max=2), torch.stack(halves, dim=-1)
-        if active is not None:
-            ce, l1 = torch.where(active, ce, 0), torch.where(active, l1, 0)
+        ce, l1, saved = rows_forward(draft, target, ids, active, use_kernel, shard)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(
-            draft,
-            target,
-            None if label is None else label.column,
-            active,
-            draft_statistics,
-            target_statistics,
-            sides,
-        )
+        ctx.save_for_backward(draft, target, active, *saved)
         ctx.use_kernel = use_kernel
-        return ce.to(result), l1.to(result)
+        return ce, l1
 
     @staticmethod
     def backward(ctx: Any, grad_ce: Optional[Tensor], grad_l1: Optional[Tensor]) -> tuple:
         refuse_double_backward("ce_and_l1")
-        column = ctx.saved_tensors[2]
-        if grad_ce is not None and column is not None:
-            grad_ce = torch.where(column == _NOWHERE, torch.nan, grad_ce)
-        gradient = torch.ops.dspark_ext.ce_and_l1_bwd if ctx.use_kernel else reference.gradient
-        grad = gradient(grad_ce, grad_l1, *ctx.saved_tensors)
+        draft, target, active, *saved = ctx.saved_tensors
+        grad = rows_gradient(
+            grad_ce, grad_l1, draft, target, active, SavedRows(*saved), ctx.use_kernel
+        )
         return grad, None, None, None, None, None
+
+
+class SavedRows(NamedTuple):
+    """What a forward keeps of its rows for their gradient, beside the logits themselves."""
+
+    column: Optional[Tensor]
+    draft_statistics: Tensor
+    target_statistics: Optional[Tensor]
+    sides: Optional[Tensor]
+
+
+def rows_forward(
+    draft: Tensor,
+    target: Optional[Tensor],
+    ids: Optional[Tensor],
+    active: Optional[Tensor],
+    use_kernel: bool,
+    shard: Optional[VocabularyShard],
+) -> tuple[Tensor, Tensor, SavedRows]:
+    """``ce``, ``l1`` and what their gradient needs: statistics, then distance, with the ranks'
+    parts combined in between where the vocabulary is sharded."""
+    real = reference.real_dtype(draft, target)
+    result = _backend.result_dtype(draft)
+    draft_statistics = _row_statistics(draft, active, real, use_kernel)
+    target_statistics = None
+    if target is not None:
+        target_statistics = _row_statistics(target, active, real, use_kernel)
+    label = None if ids is None else _find_label(draft, ids, shard, real)
+    if shard is not None:
+        draft_statistics, target_statistics, label = _combine_over_ranks(
+            shard, draft_statistics, target_statistics, label
+        )
+    ce = l1 = draft.new_zeros(draft.shape[:-1], dtype=real)
+    if ids is not None and label is not None:
+        _refuse_nowhere(ids, label.column, active)
+        ce = reference.cross_entropy(draft_statistics, label.logit)
+        ce = torch.where(label.column == _NOWHERE, torch.nan, ce)
+        ce = torch.where(label.column == reference.IGNORE_INDEX, 0, ce)
+    sides = None
+    if target is not None and target_statistics is not None:
+        l1, sides = _distance(
+            draft, target, draft_statistics, target_statistics, active, use_kernel
+        )
+        if shard is not None:
+            parts = shard.gather(torch.cat([l1.unsqueeze(-1).to(real), sides], dim=-1))
+            l1, *halves = sum_over_ranks(parts).unbind(-1)
+            l1, sides = l1.clamp(max=2), torch.stack(halves, dim=-1)
+    if active is not None:
+        ce, l1 = torch.where(active, ce, 0), torch.where(active, l1, 0)
+    column = None if label is None else label.column
+    saved = SavedRows(column, draft_statistics, target_statistics, sides)
+    return ce.to(result), l1.to(result), saved
+
+
+def rows_gradient(
+    a: Optional[Tensor],
+    b: Optional[Tensor],
+    draft: Tensor,
+    target: Optional[Tensor],
+    active: Optional[Tensor],
+    saved: SavedRows,
+    use_kernel: bool,
+) -> Tensor:
+    """Gradient of ``sum(a * ce + b * l1)`` with respect to this rank's draft logits."""
+    if a is not None and saved.column is not None:
+        a = torch.where(saved.column == _NOWHERE, torch.nan, a)
+    gradient = torch.ops.dspark_ext.ce_and_l1_bwd if use_kernel else reference.gradient
+    return gradient(a, b, draft, target, saved.column, active, *saved[1:])
 
 
 class _Label(NamedTuple):
