@@ -267,14 +267,19 @@ def _weighted_backward(ctx: Any, upstream: Optional[Tensor], *_: None) -> tuple:
     return apply_upstream(gradient, upstream), None, None, None, None, None, None
 
 
-def apply_upstream(gradient: Tensor, upstream: Optional[Tensor]) -> Optional[Tensor]:
-    """A finished gradient times the upstream scalar.
+def apply_upstream(
+    gradient: Tensor, upstream: Optional[Tensor], dtype: Optional[torch.dtype] = None
+) -> Optional[Tensor]:
+    """A finished gradient times the upstream scalar, in ``dtype`` (default: its own).
 
     In place, and without touching memory when the scalar is 1, if the engine will not come
     here again; into fresh memory if it might.
     """
     if upstream is None:
         return None
+    if dtype not in (None, gradient.dtype) or gradient.device.type != "cpu":
+        product = gradient.to(real_dtype(gradient)) * upstream
+        return product.to(dtype or gradient.dtype)
     traced = torch.compiler.is_compiling() or type(gradient) is not Tensor
     if traced or _engine_keeps_graph():
         return torch.ops.dspark_ext.weighted_bwd(gradient, upstream)

@@ -47,6 +47,12 @@ class VocabularyShard:
         gathered = all_gather(values.reshape(-1), 0, self.group)
         return collectives.wait_tensor(gathered).reshape(size, *values.shape)
 
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
+        """The sum over the ranks of what each has of the same rows."""
+        from torch.distributed import _functional_collectives as collectives
+
+        return collectives.wait_tensor(collectives.all_reduce(values, "sum", self.group))
+
 
 def split_dtensors(
     draft: Any,
