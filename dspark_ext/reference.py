@@ -26,7 +26,10 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-CHUNK_ROWS = 128
+# Rows of a chunk: many, for few launches (and a short graph under torch.compile), or on the host
+# so few that a chunk's temporaries stay in the cache and in the allocator's heap.
+_CHUNK_ROWS = 128
+_HOST_CHUNK_ELEMENTS = 1 << 20
 IGNORE_INDEX = -100
 
 
@@ -146,8 +149,10 @@ def _probabilities(
 
 
 def _bounds(logits: Tensor) -> list[tuple[int, int]]:
-    count = logits.shape[:-1].numel()
-    return [(begin, min(begin + CHUNK_ROWS, count)) for begin in range(0, count, CHUNK_ROWS)]
+    count, rows = logits.shape[:-1].numel(), _CHUNK_ROWS
+    if logits.device.type == "cpu" and not torch.compiler.is_compiling():
+        rows = min(rows, max(1, _HOST_CHUNK_ELEMENTS // max(logits.shape[-1], 1)))
+    return [(begin, min(begin + rows, count)) for begin in range(0, count, rows)]
 
 
 def _rows(logits: Tensor, begin: int, end: int, dtype: torch.dtype) -> Tensor:
