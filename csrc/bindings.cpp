@@ -24,8 +24,13 @@ void bind_cpu(py::module_& m) {
 
   m.def("cpu_level", [] { return kernels().name; });
   m.def("cpu_available_levels", [] { return available_levels(); });
-  m.def("cpu_chunk_scratch_bytes", &chunk_scratch_bytes, py::arg("columns"));
-  m.def("cpu_weighted_scratch_bytes", &weighted_scratch_bytes, py::arg("columns"), py::arg("wide"));
+  m.def(
+      "cpu_chunk_scratch_bytes",
+      [](int64_t columns) { return kernels().chunk_scratch_bytes(columns); }, py::arg("columns"));
+  m.def(
+      "cpu_weighted_scratch_bytes",
+      [](int64_t columns, bool wide) { return kernels().weighted_scratch_bytes(columns, wide); },
+      py::arg("columns"), py::arg("wide"));
   m.def(
       "cpu_log_softmax",
       [](const Rows& logits, uintptr_t ids, uintptr_t active, uintptr_t statistics,

@@ -1,9 +1,10 @@
-// Chooses an instruction-set level, and holds what does not depend on one.
+// Chooses an instruction-set level, and holds what does not depend on one. Includes no kernel:
+// what depends on a level's vector width is asked of that level.
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
 
-#include "weighted.h"
+#include "kernels.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -15,8 +16,7 @@ namespace {
 
 const Kernels* best() {
 #ifdef DSPARK_HAVE_AVX2
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-      __builtin_cpu_supports("f16c")) {
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     return &kernels_avx2();
   }
 #endif
@@ -42,16 +42,6 @@ const Kernels& kernels() {
 
 const char* available_levels() {
   return best() == &kernels_baseline() ? "baseline" : "avx2 baseline";
-}
-
-int64_t chunk_scratch_bytes(int64_t columns) {
-  static_assert(sizeof(Distance) >= sizeof(ChunkStatistics));
-  return (chunk_count(columns) * static_cast<int64_t>(sizeof(Distance)) + 63) / 64 * 64;
-}
-
-int64_t weighted_scratch_bytes(int64_t columns, bool wide) {
-  return 2 * (wide ? operand_bytes<double>(columns) : operand_bytes<float>(columns)) +
-         chunk_scratch_bytes(columns);
 }
 
 void advise_huge_pages(void* data, int64_t bytes) {

@@ -94,9 +94,10 @@ inline Half from_real<Half>(double x) {
   return {float_to_half(static_cast<float>(x))};
 }
 
-typedef uint16_t Short8 __attribute__((vector_size(16)));
-typedef uint16_t Short16 __attribute__((vector_size(32)));
-typedef uint32_t Word8 __attribute__((vector_size(32)));
+// As many 16-bit and 32-bit integers as a vector has floats, and twice as many 16-bit ones.
+typedef uint16_t Shorts __attribute__((vector_size(kVectorBytes / 2)));
+typedef uint32_t Words __attribute__((vector_size(kVectorBytes)));
+typedef uint16_t ShortPair __attribute__((vector_size(kVectorBytes)));
 
 // kLanes<Real> consecutive elements at any alignment.
 template <class Real, class E>
@@ -107,61 +108,61 @@ inline Vec<Real> load(const E* p) {
   } else if constexpr (sizeof(Real) == 8) {
     for (int i = 0; i < kLanes<double>; ++i) v[i] = to_real<double>(p[i]);
   } else {
-    Short8 raw;
+    Shorts raw;
     std::memcpy(&raw, p, sizeof raw);
     if constexpr (__is_same(E, BFloat16)) {
 #if defined(__AVX2__)
-      const Word8 wide =
-          reinterpret_cast<Word8>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(raw)));
+      const Words wide =
+          reinterpret_cast<Words>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(raw)));
 #else
-      const Word8 wide = __builtin_convertvector(raw, Word8);
+      const Words wide = __builtin_convertvector(raw, Words);
 #endif
       v = reinterpret_cast<Vec<float>>(wide << 16);
     } else {
 #if defined(__F16C__)
       v = reinterpret_cast<Vec<float>>(_mm256_cvtph_ps(reinterpret_cast<__m128i>(raw)));
 #else
-      for (int i = 0; i < 8; ++i) v[i] = half_to_float(raw[i]);
+      for (int i = 0; i < kLanes<float>; ++i) v[i] = half_to_float(raw[i]);
 #endif
     }
   }
   return v;
 }
 
-// Eight or sixteen floats to 16 bits, rounded to nearest even.
+// Two vectors of floats to 16 bits, rounded to nearest even.
 //
 // bfloat16 without the usual test for NaN: adding the rounding increment to a NaN keeps it one
 // unless its low mantissa bits are set, and here those are zero, since a NaN in a bfloat16
 // gradient comes from bfloat16 logits or is made canonical (see Slopes).
 template <class E>
-inline Short16 to_shorts(Vec<float> a, Vec<float> b) {
+inline ShortPair to_shorts(Vec<float> a, Vec<float> b) {
   if constexpr (__is_same(E, BFloat16)) {
     auto round = [](Vec<float> v) {
-      const Word8 bits = reinterpret_cast<Word8>(v);
+      const Words bits = reinterpret_cast<Words>(v);
       return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     };
-    const Word8 low = round(a), high = round(b);
+    const Words low = round(a), high = round(b);
 #if defined(__AVX2__)
     const __m256i packed =
         _mm256_packus_epi32(reinterpret_cast<__m256i>(low), reinterpret_cast<__m256i>(high));
-    return reinterpret_cast<Short16>(_mm256_permute4x64_epi64(packed, _MM_SHUFFLE(3, 1, 2, 0)));
+    return reinterpret_cast<ShortPair>(_mm256_permute4x64_epi64(packed, _MM_SHUFFLE(3, 1, 2, 0)));
 #else
-    const Short8 halves[2] = {__builtin_convertvector(low, Short8),
-                              __builtin_convertvector(high, Short8)};
-    Short16 result;
+    const Shorts halves[2] = {__builtin_convertvector(low, Shorts),
+                              __builtin_convertvector(high, Shorts)};
+    ShortPair result;
     std::memcpy(&result, halves, sizeof result);
     return result;
 #endif
   } else {
-    Short16 result;
+    ShortPair result;
 #if defined(__F16C__)
     const __m128i halves[2] = {_mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT),
                                _mm256_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT)};
     std::memcpy(&result, halves, sizeof result);
 #else
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < kLanes<float>; ++i) {
       result[i] = float_to_half(a[i]);
-      result[i + 8] = float_to_half(b[i]);
+      result[i + kLanes<float>] = float_to_half(b[i]);
     }
 #endif
     return result;
@@ -180,8 +181,8 @@ inline void store_block(const Vec<Real> (&v)[kUnroll], E* out) {
     }
   } else {
     for (int u = 0; u < kUnroll; u += 2) {
-      const Short16 shorts = to_shorts<E>(v[u], v[u + 1]);
-      std::memcpy(out + u * 8, &shorts, sizeof shorts);
+      const ShortPair shorts = to_shorts<E>(v[u], v[u + 1]);
+      std::memcpy(out + u * kLanes<float>, &shorts, sizeof shorts);
     }
   }
 }
@@ -190,17 +191,14 @@ inline void store_block(const Vec<Real> (&v)[kUnroll], E* out) {
 template <class E, class Real>
 inline constexpr bool kStreamable = sizeof(E) == sizeof(Real) || sizeof(Real) == 4;
 
-// Stores 32 bytes past the caches, to an address that is a multiple of 32.
+// Stores a vector past the caches, to an address that is a multiple of its size.
 template <class V>
 inline void stream(void* out, V v) {
-  static_assert(sizeof v == 32);
+  static_assert(sizeof v == kVectorBytes);
 #if defined(__AVX__)
   _mm256_stream_si256(static_cast<__m256i*>(out), reinterpret_cast<__m256i>(v));
 #elif defined(__SSE2__)
-  __m128i halves[2];
-  std::memcpy(halves, &v, sizeof v);
-  _mm_stream_si128(static_cast<__m128i*>(out), halves[0]);
-  _mm_stream_si128(static_cast<__m128i*>(out) + 1, halves[1]);
+  _mm_stream_si128(static_cast<__m128i*>(out), reinterpret_cast<__m128i>(v));
 #else
   std::memcpy(out, &v, sizeof v);
 #endif
@@ -211,7 +209,8 @@ inline void stream_block(const Vec<Real> (&v)[kUnroll], E* out) {
   if constexpr (sizeof(E) == sizeof(Real)) {
     for (int u = 0; u < kUnroll; ++u) stream(out + u * kLanes<Real>, v[u]);
   } else {
-    for (int u = 0; u < kUnroll; u += 2) stream(out + u * 8, to_shorts<E>(v[u], v[u + 1]));
+    for (int u = 0; u < kUnroll; u += 2)
+      stream(out + u * kLanes<float>, to_shorts<E>(v[u], v[u + 1]));
   }
 }
 

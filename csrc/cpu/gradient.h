@@ -39,8 +39,9 @@ inline void write_chunk(E* out, int64_t size, bool streamed, F&& produce) {
   int64_t i = 0;
   if constexpr (kStreamable<E, Real>) {
     if (streamed) {
-      const auto misalignment = reinterpret_cast<uintptr_t>(out) % 32;
-      const int64_t head = static_cast<int64_t>((32 - misalignment) % 32 / sizeof(E));
+      const auto misalignment = reinterpret_cast<uintptr_t>(out) % kVectorBytes;
+      const int64_t head =
+          static_cast<int64_t>((kVectorBytes - misalignment) % kVectorBytes / sizeof(E));
       if (head > 0) {
         produce(i, v);
         store_block<E, Real>(v, block);

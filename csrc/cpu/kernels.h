@@ -87,6 +87,9 @@ struct Kernels {
   void (*gradient)(const GradientArgs&);
   void (*weighted)(const WeightedArgs&);
   void (*scale)(const ScaleArgs&);
+  // Bytes of scratch one thread needs. `wide`: Real is double.
+  int64_t (*chunk_scratch_bytes)(int64_t columns);
+  int64_t (*weighted_scratch_bytes)(int64_t columns, bool wide);
   // Elementwise exp of float32 arguments <= 0; the exponential of every kernel, alone.
   void (*exponential)(const float* x, float* y, int64_t count);
 };
@@ -102,10 +105,6 @@ const Kernels& kernels();
 
 // Space-separated names of the levels this processor can run, best first.
 const char* available_levels();
-
-// Bytes of scratch one thread needs. `wide`: Real is double.
-int64_t chunk_scratch_bytes(int64_t columns);
-int64_t weighted_scratch_bytes(int64_t columns, bool wide);
 
 // Asks for huge pages under memory that has not been touched yet: a fresh gradient of hundreds
 // of MiB otherwise spends longer in page faults than in arithmetic. No effect outside Linux.

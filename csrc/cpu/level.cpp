@@ -60,6 +60,8 @@ const Kernels& DSPARK_JOIN(kernels_, DSPARK_LEVEL)() {
       gradient,
       weighted,
       scale,
+      chunk_scratch_bytes,
+      weighted_scratch_bytes,
       exponential_of,
   };
   return kernels;

@@ -28,6 +28,13 @@ struct RowStatistics {
   double log_z() const { return ::log1p(m - m + c - 1 + t); }
 };
 
+// Scratch of the kernels that keep one partial result per chunk: statistics, or a Distance.
+inline int64_t chunk_scratch_bytes(int64_t columns) {
+  constexpr int64_t kPartialBytes = 3 * sizeof(double);
+  static_assert(sizeof(ChunkStatistics) <= kPartialBytes);
+  return (chunk_count(columns) * kPartialBytes + 63) / 64 * 64;
+}
+
 // What one element type can do with the columns of a chunk. `e` receives the exponentials,
 // filled up with zeros to a whole block, so that later passes over them need no tail.
 template <class Real>

@@ -1,6 +1,6 @@
-// Vectors of 32 bytes by the compiler's vector extension: eight floats or four doubles at every
-// instruction-set level, so that every level adds in the same order. Compiled once per level
-// (see level.cpp); the few operations the extension expresses badly use intrinsics.
+// Vectors by the compiler's vector extension, of the width the instruction set has (wider ones
+// would compile, but comparisons on them become scalar code). Compiled once per level (see
+// level.cpp); the few operations the extension expresses badly use intrinsics.
 //
 // Contraction is off (CMakeLists.txt): a product is fused with a sum exactly where fma() is
 // written, so a result never depends on what the compiler felt like in one copy of a loop.
@@ -18,21 +18,27 @@
 namespace dspark::cpu {
 namespace {
 
+#if defined(__AVX__)
+inline constexpr int kVectorBytes = 32;
+#else
+inline constexpr int kVectorBytes = 16;
+#endif
+
 template <class Real>
 struct SimdTraits;
 
 template <>
 struct SimdTraits<float> {
   using Int = int32_t;
-  typedef float V __attribute__((vector_size(32)));
-  typedef int32_t I __attribute__((vector_size(32)));
+  typedef float V __attribute__((vector_size(kVectorBytes)));
+  typedef int32_t I __attribute__((vector_size(kVectorBytes)));
 };
 
 template <>
 struct SimdTraits<double> {
   using Int = int64_t;
-  typedef double V __attribute__((vector_size(32)));
-  typedef int64_t I __attribute__((vector_size(32)));
+  typedef double V __attribute__((vector_size(kVectorBytes)));
+  typedef int64_t I __attribute__((vector_size(kVectorBytes)));
 };
 
 template <class Real>
@@ -40,7 +46,7 @@ using Vec = typename SimdTraits<Real>::V;
 template <class Real>
 using IntVec = typename SimdTraits<Real>::I;
 template <class Real>
-inline constexpr int kLanes = 32 / sizeof(Real);
+inline constexpr int kLanes = kVectorBytes / sizeof(Real);
 
 // Columns that the loops take per iteration: four vectors, enough independent work to cover the
 // latency of the exponential.

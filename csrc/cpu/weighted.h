@@ -50,6 +50,12 @@ inline int64_t operand_bytes(int64_t columns) {
   return (exponentials + chunks + 63) / 64 * 64;
 }
 
+inline int64_t weighted_scratch_bytes(int64_t columns, bool wide) {
+  static_assert(sizeof(Distance) == 3 * sizeof(double));
+  return 2 * (wide ? operand_bytes<double>(columns) : operand_bytes<float>(columns)) +
+         chunk_scratch_bytes(columns);
+}
+
 template <class Real>
 inline Operand<Real> operand(const Rows* rows, int64_t row, char* scratch) {
   Operand<Real> result{};
