@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pybind11
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
@@ -36,7 +35,6 @@ class CMakeBuild(build_ext):
                 "-DCMAKE_BUILD_TYPE=Release",
                 f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={module.parent}",
                 f"-DPython_EXECUTABLE={sys.executable}",
-                f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
                 f"-DDSPARK_CUDA={os.environ.get('DSPARK_CUDA', 'auto')}",
                 *shlex.split(os.environ.get("CMAKE_ARGS", "")),
             ],

@@ -96,6 +96,13 @@ void bind_cpu(py::module_& m) {
       py::arg("source"), py::arg("destination"), py::arg("dtype"), py::arg("count"),
       py::arg("factor"), py::arg("factor_dtype"), py::arg("threads"), release());
   m.def(
+      "cpu_ordered_sum",
+      [](uintptr_t values, uintptr_t sums, DType dtype, int64_t rows, int64_t columns) {
+        ordered_sum({pointer<const void>(values), pointer<void>(sums), dtype, rows, columns});
+      },
+      py::arg("values"), py::arg("sums"), py::arg("dtype"), py::arg("rows"), py::arg("columns"),
+      release());
+  m.def(
       "cpu_exponential",
       [](uintptr_t x, uintptr_t y, int64_t count) {
         kernels().exponential(pointer<const float>(x), pointer<float>(y), count);

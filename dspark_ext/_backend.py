@@ -256,6 +256,16 @@ def scale(source: Tensor, factor: Tensor, destination: Tensor) -> None:
     )
 
 
+def ordered_sum(values: Tensor) -> Tensor:
+    """Sum over the first dimension, ``[M, ...] -> [...]``, float32 or float64, in row order."""
+    values = values.contiguous()
+    sums = torch.empty(values.shape[1:], dtype=values.dtype)
+    _C.cpu_ordered_sum(
+        _address(values), _address(sums), DTYPES[values.dtype], values.shape[0], sums.numel()
+    )
+    return sums
+
+
 def empty_gradient(like: Tensor) -> Tensor:
     """Fresh contiguous memory of a tensor's shape and dtype, in huge pages where possible."""
     out = torch.empty(like.shape, dtype=like.dtype, device=like.device)

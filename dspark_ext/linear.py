@@ -164,7 +164,7 @@ def compute_dspark_linear_loss(
     objective, ce, l1 = _run(
         inputs, has_l1, ce_coefficient, l1_coefficient, use_kernel, shard, chunk_rows
     )
-    terms = _local_terms(inputs, weights, ce, l1 if has_l1 else None, l1_loss_alpha)
+    terms = _local_terms(inputs, weights, ce, l1 if has_l1 else None, l1_loss_alpha, return_terms)
     loss = objective + _confidence_loss(terms, denominator, world_size, confidence_head_alpha)
     if not return_terms:
         return loss

@@ -300,9 +300,15 @@ def _recomputed_rows(
 
 
 def _local_terms(
-    outputs: Any, weights: Tensor, ce: Tensor, l1: Optional[Tensor], l1_loss_alpha: float
+    outputs: Any,
+    weights: Tensor,
+    ce: Tensor,
+    l1: Optional[Tensor],
+    l1_loss_alpha: float,
+    with_diagnostics: bool = True,
 ) -> dict[str, Tensor]:
-    """Weighted sums and diagnostics from the rows' ``ce`` and ``l1`` (None where none is known)."""
+    """Weighted sums from the rows' ``ce`` and ``l1`` (None where none is known), and with them
+    the diagnostics, which only those who ask for terms want to pay for."""
     denominator, zero = _sum(weights), weights.new_zeros(())
     accept = _compute_accept_rate_3d(l1_dist_per_token=l1)
     l1_num, l1_den = _compute_local_l1_term(
@@ -321,14 +327,15 @@ def _local_terms(
             outputs.confidence_pred, accept, outputs.eval_mask, weights
         )
         terms["confidence_loss_den"] = denominator
-    terms.update(
-        _collect_acceptance_diagnostics(
-            outputs=outputs,
-            accept_rate_3d=accept,
-            loss_weight_mask=weights,
-            has_confidence=outputs.confidence_pred is not None,
+    if with_diagnostics:
+        terms.update(
+            _collect_acceptance_diagnostics(
+                outputs=outputs,
+                accept_rate_3d=accept,
+                loss_weight_mask=weights,
+                has_confidence=outputs.confidence_pred is not None,
+            )
         )
-    )
     return terms
 
 
@@ -469,13 +476,17 @@ def compute_dspark_loss(
             l1_loss_alpha,
             inplace_grad,
         )
-        loss_terms = _local_terms(outputs, weights, ce, l1 if has_l1 else None, l1_loss_alpha)
+        loss_terms = _local_terms(
+            outputs, weights, ce, l1 if has_l1 else None, l1_loss_alpha, return_terms
+        )
         loss = objective + _confidence_loss(
             loss_terms, denominator, world_size, confidence_head_alpha
         )
     else:
         ce, l1 = _recomputed_rows(outputs, l1_loss_alpha, impl, shard)
-        loss_terms = _local_terms(outputs, weights, ce, l1 if has_l1 else None, l1_loss_alpha)
+        loss_terms = _local_terms(
+            outputs, weights, ce, l1 if has_l1 else None, l1_loss_alpha, return_terms
+        )
         loss = _build_loss(
             loss_terms=loss_terms,
             global_denominators=dict.fromkeys(_DENOMINATORS, denominator),

@@ -9,6 +9,7 @@
 ``weighted_inplace_``   the same, the gradient written over the draft logits
 ``weighted_bwd``        that gradient times the upstream scalar, in fresh memory
 ``weighted_bwd_``       the same in place
+``ordered_sum``         sum over the first dimension, in row order
 ======================  ===========================================================
 
 Ops are registered through :class:`torch.library.Library`, which costs no import of the compiler
@@ -63,6 +64,7 @@ _define(
     " Tensor ce_coefficient, Tensor l1_coefficient)"
     " -> (Tensor objective, Tensor ce, Tensor l1)"
 )
+_define("ordered_sum(Tensor values) -> Tensor")
 _define("weighted_bwd(Tensor gradient, Tensor upstream) -> Tensor")
 _define("weighted_bwd_(Tensor(a!) gradient, Tensor upstream) -> ()")
 
@@ -325,6 +327,21 @@ def _weighted_inplace_fake(
     )
 
 
+# --- ordered_sum ---------------------------------------------------------------------------------
+
+
+def _ordered_sum_fake(values: Tensor) -> Tensor:
+    return values.new_empty(values.shape[1:])
+
+
+def _ordered_sum_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.count = inputs[0].shape[0]
+
+
+def _ordered_sum_backward(ctx: Any, upstream: Tensor) -> Tensor:
+    return upstream.expand(ctx.count, *upstream.shape)
+
+
 def _weighted_bwd(gradient: Tensor, upstream: Tensor) -> Tensor:
     out = _backend.empty_gradient(gradient)
     _backend.scale(gradient.contiguous(), upstream, out)
@@ -380,6 +397,7 @@ for _name, _body, _fake in (
     ("weighted_fwd", _weighted_fwd, _weighted_fwd_fake),
     ("weighted_inplace_", _weighted_inplace_, _weighted_inplace_fake),
     ("weighted_bwd", _weighted_bwd, _weighted_bwd_fake),
+    ("ordered_sum", _backend.ordered_sum, _ordered_sum_fake),
     ("weighted_bwd_", _weighted_bwd_, lambda gradient, upstream: None),
 ):
     _LIBRARY.impl(_name, _body, "CPU")
@@ -391,6 +409,7 @@ for _name, _backward, _setup in (
     ("log_softmax_fwd", _log_softmax_bwd, _log_softmax_setup),
     ("ce_and_l1_fwd", _ce_and_l1_backward, _ce_and_l1_setup),
     ("weighted_fwd", _weighted_backward, _weighted_setup),
+    ("ordered_sum", _ordered_sum_backward, _ordered_sum_setup),
 ):
     torch.library.register_autograd(
         f"dspark_ext::{_name}", _backward, setup_context=_setup, lib=_LIBRARY

@@ -7,12 +7,14 @@ from torch import Tensor
 
 
 def ordered_sum(values: Tensor) -> Tensor:
-    """Sum over the first dimension, as a balanced tree of elementwise additions.
+    """Sum over the first dimension in an order that follows from the shape alone.
 
     ``torch.sum`` splits its work by the number of threads, and with it the order of its
-    additions; here the order follows from the shape alone, so a loss has the same bits on every
-    machine. ``[M, ...] -> [...]``; the sum of no values is 0. Differentiable.
+    additions. ``[M, ...] -> [...]``, float32 or float64, differentiable; the sum of no values is
+    0. One op on the host; elsewhere a balanced tree of elementwise additions.
     """
+    if values.device.type == "cpu":
+        return torch.ops.dspark_ext.ordered_sum(values)
     count = values.shape[0]
     if count == 0:
         return values.new_zeros(values.shape[1:])

@@ -80,6 +80,15 @@ struct ScaleArgs {
   int threads;
 };
 
+struct OrderedSumArgs {
+  const void* values;  // [rows, columns], contiguous
+  void* sums;          // [columns]
+  DType dtype;         // of both, float32 or float64
+  int64_t rows;
+  int64_t columns;
+};
+
+// The kernels that are compiled once per instruction-set level.
 struct Kernels {
   const char* name;
   void (*log_softmax)(const LogSoftmaxArgs&);
@@ -105,6 +114,8 @@ const Kernels& kernels();
 
 // Space-separated names of the levels this processor can run, best first.
 const char* available_levels();
+
+void ordered_sum(const OrderedSumArgs& args);
 
 // Asks for huge pages under memory that has not been touched yet: a fresh gradient of hundreds
 // of MiB otherwise spends longer in page faults than in arithmetic. No effect outside Linux.

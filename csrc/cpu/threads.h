@@ -14,7 +14,7 @@ namespace dspark::cpu {
 namespace {
 
 // Below this many logits one thread is done before a second one has woken up.
-inline constexpr int64_t kSerialElements = 1 << 14;
+inline constexpr int64_t kSerialElements = 1 << 16;
 
 inline int64_t chunk_count(int64_t columns) {
   return (columns + kChunkColumns - 1) / kChunkColumns;
