@@ -83,15 +83,15 @@ def checks_enabled() -> bool:
     return os.environ.get("DSPARK_EXT_CHECK", "") not in ("", "0")
 
 
-def refuse_ids(ids: Tensor, refused: Tensor) -> None:
+def refuse_ids(ids: Tensor, refused: Tensor, columns: str) -> None:
     """Raises IndexError naming the first position where ``refused`` is set; reads the host."""
     if not bool(refused.any()):
         return
     index = refused.nonzero()[0].tolist()
     raise IndexError(
         f"target_ids{index} is {int(ids[tuple(index)])}, which is not a column of the logits: "
-        f"expected 0 <= id < V, {IGNORE_INDEX} to leave the position out of the cross-entropy, "
-        "or an eval_mask of 0 there"
+        f"expected 0 <= id < {columns}, {IGNORE_INDEX} to leave the position out of the "
+        "cross-entropy, or an eval_mask of 0 there"
     )
 
 
@@ -324,7 +324,7 @@ def _prepare_ids(
     ids = _contiguous(ids, torch.int64)
     if ids is not None and (ids.device.type == "cpu" or checks_enabled()):
         refused = ((ids < 0) | (ids >= columns)) & (ids != IGNORE_INDEX)
-        refuse_ids(ids, refused if active is None else refused & active)
+        refuse_ids(ids, refused if active is None else refused & active, str(columns))
     return ids, active
 
 

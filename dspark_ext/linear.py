@@ -462,7 +462,7 @@ def _run(
 
 
 def _flat(rows: Optional[Tensor]) -> Optional[Tensor]:
-    return None if rows is None else rows.reshape(-1, rows.shape[-1])
+    return None if rows is None else rows.flatten(0, -2)
 
 
 def _default_chunk_rows(row_bytes: int, device: str, shard: Optional[VocabularyShard]) -> int:

@@ -215,12 +215,11 @@ def _collect_acceptance_diagnostics(
     active = outputs.eval_mask != 0
     accept = accept_rate_3d.detach().to(weights.dtype)
     accepted = torch.where(active, accept * mask, 0.0)
-    block_size = weights.shape[-1]
-    per_position = ordered_sum(torch.stack([accepted, mask], -1).reshape(-1, block_size, 2))
+    per_position = ordered_sum(torch.stack([accepted, mask], -1).flatten(0, 1))
     valid = (outputs.block_keep_mask != 0) & active.any(-1)
     length = 1 + accepted.cumprod(-1).sum(-1)
     blocks = torch.stack([torch.where(valid, length, 0.0), valid.to(weights.dtype)], -1)
-    per_block = ordered_sum(blocks.reshape(-1, 2))
+    per_block = ordered_sum(blocks.flatten(0, 1))
     diagnostics.update(
         accept_rate_pos_num=per_position[:, 0],
         accept_rate_pos_den=per_position[:, 1],
@@ -634,10 +633,11 @@ def _can_write_over(draft: Tensor, target: Optional[Tensor]) -> bool:
     """Whether an in-place gradient is possible; raises where asking for it is a mistake."""
     if torch.compiler.is_compiling():
         return False
-    if draft.is_leaf:
+    owner = draft if draft._base is None else draft._base
+    if owner.is_leaf and owner.requires_grad:
         raise RuntimeError(
-            "inplace_grad=True would overwrite draft_logits, which is a leaf that requires grad "
-            "(a parameter or an input); pass inplace_grad=False"
+            "inplace_grad=True would overwrite draft_logits, which is a leaf that requires grad, "
+            "or a view of one (a parameter or an input); pass inplace_grad=False"
         )
     if _has_overlap(draft):
         raise RuntimeError(
@@ -645,8 +645,10 @@ def _can_write_over(draft: Tensor, target: Optional[Tensor]) -> bool:
             f"{tuple(draft.stride())} of shape {tuple(draft.shape)} overlap; pass "
             "inplace_grad=False or a contiguous tensor"
         )
-    if target is not None and (
-        target.untyped_storage().data_ptr() == draft.untyped_storage().data_ptr()
+    if (
+        draft.numel() > 0
+        and target is not None
+        and (target.untyped_storage().data_ptr() == draft.untyped_storage().data_ptr())
     ):
         raise RuntimeError(
             "inplace_grad=True would overwrite aligned_target_logits, which shares its memory "

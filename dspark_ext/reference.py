@@ -68,8 +68,11 @@ def l1_distance(
         p = _probabilities(draft, draft_statistics, begin, end, real)
         difference = p - _probabilities(target, target_statistics, begin, end, real)
         sign = torch.sign(difference)
-        distances.append(difference.abs().sum(dim=-1).clamp(max=2))
-        sides.append(torch.stack([(p * (1 - sign)).sum(-1), (p * (1 + sign)).sum(-1)], dim=-1))
+        distance = difference.abs().sum(dim=-1).clamp(max=2)
+        both = torch.stack([(p * (1 - sign)).sum(-1), (p * (1 + sign)).sum(-1)], dim=-1)
+        distances.append(distance)
+        # The sign of NaN is 0; only l1 has seen it.
+        sides.append(torch.where(distance.isnan().unsqueeze(-1), torch.nan, both))
     return _joined(distances, draft, (), real), _joined(sides, draft, (2,), real)
 
 
@@ -170,4 +173,4 @@ def _joined(
     parts: list[Tensor], logits: Tensor, last: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
     joined = torch.cat(parts) if parts else logits.new_empty((0, *last), dtype=dtype)
-    return joined.reshape(*logits.shape[:-1], *last)
+    return joined.reshape((*logits.shape[:-1], *last))

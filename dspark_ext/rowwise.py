@@ -232,6 +232,7 @@ def rows_forward(
     target_statistics = None
     if target is not None:
         target_statistics = _row_statistics(target, active, real, use_kernel)
+    columns = str(draft.shape[-1]) if shard is None else "the vocabulary's size"
     label = None if ids is None else _find_label(draft, ids, shard, real)
     if shard is not None:
         draft_statistics, target_statistics, label = _combine_over_ranks(
@@ -239,7 +240,7 @@ def rows_forward(
         )
     ce = l1 = draft.new_zeros(draft.shape[:-1], dtype=real)
     if ids is not None and label is not None:
-        _refuse_nowhere(ids, label.column, active)
+        _refuse_nowhere(ids, label.column, active, columns)
         ce = reference.cross_entropy(draft_statistics, label.logit)
         ce = torch.where(label.column == _NOWHERE, torch.nan, ce)
         ce = torch.where(label.column == reference.IGNORE_INDEX, 0, ce)
@@ -346,14 +347,14 @@ def _combine_over_ranks(
     return draft_statistics, target_statistics, label
 
 
-def _refuse_nowhere(ids: Tensor, column: Tensor, active: Optional[Tensor]) -> None:
+def _refuse_nowhere(ids: Tensor, column: Tensor, active: Optional[Tensor], columns: str) -> None:
     """IndexError for an active row's id that is no column; on the host only, and not while a
     compiler traces. Elsewhere such a row is NaN."""
     if torch.compiler.is_compiling():
         return
     if ids.device.type == "cpu" or _backend.checks_enabled():
         nowhere = column == _NOWHERE
-        _backend.refuse_ids(ids, nowhere if active is None else nowhere & active)
+        _backend.refuse_ids(ids, nowhere if active is None else nowhere & active, columns)
 
 
 __all__ = ["ce_and_l1", "l1_distance", "token_log_prob"]
