@@ -95,6 +95,14 @@ def refuse_ids(ids: Tensor, refused: Tensor, columns: str) -> None:
     )
 
 
+def check_ids(ids: Tensor, active: Optional[Tensor], columns: int) -> None:
+    """Refuses an active id that is no column; on the host, or where checks are asked for."""
+    if torch.compiler.is_compiling() or not (ids.device.type == "cpu" or checks_enabled()):
+        return
+    refused = ((ids < 0) | (ids >= columns)) & (ids != IGNORE_INDEX)
+    refuse_ids(ids, refused if active is None else refused & active, str(columns))
+
+
 def log_softmax(
     logits: Tensor, ids: Optional[Tensor], active: Optional[Tensor]
 ) -> tuple[Tensor, Tensor]:
@@ -322,9 +330,8 @@ def _prepare_ids(
     """Contiguous int64 ids and bool mask; on the host, ids are checked before a kernel runs."""
     active = _contiguous(active, torch.bool)
     ids = _contiguous(ids, torch.int64)
-    if ids is not None and (ids.device.type == "cpu" or checks_enabled()):
-        refused = ((ids < 0) | (ids >= columns)) & (ids != IGNORE_INDEX)
-        refuse_ids(ids, refused if active is None else refused & active, str(columns))
+    if ids is not None:
+        check_ids(ids, active, columns)
     return ids, active
 
 

@@ -36,7 +36,7 @@ from dspark_ext.loss import (
 )
 from dspark_ext.reduction import ordered_sum
 from dspark_ext.rowwise import rows_forward, rows_gradient
-from dspark_ext.vocab_parallel import VocabularyShard, find_shard
+from dspark_ext.vocab_parallel import VocabularyShard, find_shard, first_column
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -145,7 +145,12 @@ def compute_dspark_linear_loss(
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}; expected at least 1, or None")
     inputs = _checked(outputs, l1_loss_alpha > 0, tp_group)
+    head = outputs.lm_head_weight
+    if tp_group is not None and vocab_start is None and hasattr(head, "placements"):
+        vocab_start = first_column(head.shape[0], tp_group)
     shard = find_shard(inputs.weight.shape[0], tp_group, vocab_start, vocab_size)
+    if shard is None:
+        _backend.check_ids(inputs.ids, inputs.eval_mask != 0, inputs.weight.shape[0])
     ranks = data_parallel(process_group, tp_group)
     world_size = ranks.size if grad_reduction == "mean" else 1
     use_kernel = _backend.uses_kernel(impl, inputs.hidden.device)
@@ -210,8 +215,12 @@ def _checked(outputs: Any, wants_l1: bool, tp_group: Optional[ProcessGroup]) -> 
     origin = f"draft_hidden {tuple(hidden.shape)}"
     weight = _weight("lm_head_weight", outputs.lm_head_weight, hidden.shape[-1], origin, tp_group)
     columns = weight.shape[0]
+    if columns == 0 and tp_group is None:
+        raise ValueError(
+            f"lm_head_weight has shape {tuple(weight.shape)}; expected [V, H] with at least one row"
+        )
     head = f"lm_head_weight {tuple(weight.shape)}"
-    bias = _vector("lm_head_bias", optional("lm_head_bias"), columns, head)
+    bias = _vector("lm_head_bias", optional("lm_head_bias"), columns, head, tp_group)
 
     ids = check_tensor("target_ids", outputs.target_ids, INTEGER_DTYPES)
     eval_mask = check_tensor("eval_mask", outputs.eval_mask, MASK_DTYPES)
@@ -229,7 +238,7 @@ def _checked(outputs: Any, wants_l1: bool, tp_group: Optional[ProcessGroup]) -> 
         raise ValueError("markov_features and markov_weight belong together; one of them is None")
     if features is not None:
         features = check_tensor("markov_features", features, LOGIT_DTYPES)
-        check_same_shape("markov_features", features, (*leading, features.shape[-1]), origin)
+        check_same_shape("markov_features", features, (*leading, *features.shape[-1:]), origin)
         markov_weight = _weight(
             "markov_weight",
             markov_weight,
@@ -253,8 +262,10 @@ def _checked(outputs: Any, wants_l1: bool, tp_group: Optional[ProcessGroup]) -> 
         target_logits = target_logits.detach()
     elif target_hidden is not None:
         target_hidden = check_tensor("target_hidden", target_hidden, LOGIT_DTYPES).detach()
+        check_same_shape(
+            "target_hidden", target_hidden, (*leading, *target_hidden.shape[-1:]), origin
+        )
         width = target_hidden.shape[-1]
-        check_same_shape("target_hidden", target_hidden, (*leading, width), origin)
         target_weight, target_bias = optional("target_lm_head_weight"), None
         if target_weight is None:
             if width != weight.shape[1]:
@@ -272,7 +283,9 @@ def _checked(outputs: Any, wants_l1: bool, tp_group: Optional[ProcessGroup]) -> 
                 tp_group,
                 rows=columns,
             )
-        own_bias = _vector("target_lm_head_bias", optional("target_lm_head_bias"), columns, head)
+        own_bias = _vector(
+            "target_lm_head_bias", optional("target_lm_head_bias"), columns, head, tp_group
+        )
         target_bias = target_bias if own_bias is None else own_bias
         target_weight = target_weight.detach()
         target_bias = None if target_bias is None else target_bias.detach()
@@ -298,6 +311,7 @@ def _checked(outputs: Any, wants_l1: bool, tp_group: Optional[ProcessGroup]) -> 
         markov_weight=markov_weight,
         target_hidden=target_hidden,
         target_lm_head_weight=target_weight,
+        target_lm_head_bias=target_bias,
         aligned_target_logits=target_logits,
     )
     return _Inputs(
@@ -365,7 +379,16 @@ def _local_rows(name: str, weight: Any, tp_group: Optional[ProcessGroup]) -> Ten
     return local
 
 
-def _vector(name: str, value: Optional[Tensor], size: int, origin: str) -> Optional[Tensor]:
+def _vector(
+    name: str,
+    value: Optional[Tensor],
+    size: int,
+    origin: str,
+    tp_group: Optional[ProcessGroup],
+) -> Optional[Tensor]:
+    """A bias ``[size]``; of a DTensor sharded over ``tp_group``, the local part."""
+    if hasattr(value, "placements"):
+        value = _local_rows(name, value, tp_group)
     if value is not None:
         check_tensor(name, value, LOGIT_DTYPES)
         check_same_shape(name, value, (size,), origin)
@@ -584,7 +607,7 @@ class _Rows:
             return None
         leading, width = self.teacher.shape[:-1], self.teacher.shape[-1]
         if self.teacher.is_contiguous():
-            return self.teacher.view(-1, width)[chunk]
+            return self.teacher.view(leading.numel(), width)[chunk]
         if isinstance(chunk, slice):
             chunk = torch.arange(chunk.start, chunk.stop, device=self.teacher.device)
         return self.teacher[torch.unravel_index(chunk, leading)]

@@ -17,7 +17,7 @@ def ordered_sum(values: Tensor) -> Tensor:
         return torch.ops.dspark_ext.ordered_sum(values)
     count = values.shape[0]
     if count == 0:
-        return values.new_zeros(values.shape[1:])
+        return values.sum(dim=0)  # an empty sum that still has a gradient
     size = 1 << (count - 1).bit_length()
     if size != count:
         values = torch.cat([values, values.new_zeros((size - count, *values.shape[1:]))])

@@ -41,6 +41,9 @@ def real_dtype(draft: Tensor, target: Optional[Tensor] = None) -> torch.dtype:
 
 def row_statistics(logits: Tensor, real: torch.dtype) -> Tensor:
     """``(m, c, T)`` of every row, ``[..., 3]`` in ``real``."""
+    if logits.shape[-1] == 0:  # a shard without a column
+        empty = logits.new_tensor([-torch.inf, 0, 0], dtype=real)
+        return empty.expand(*logits.shape[:-1], 3)
     rows = []
     for begin, end in _bounds(logits):
         x = _rows(logits, begin, end, real)
@@ -162,7 +165,7 @@ def _rows(logits: Tensor, begin: int, end: int, dtype: torch.dtype) -> Tensor:
     """Rows [begin, end) of ``[..., V]`` as ``[end - begin, V]``; copies no other row."""
     leading, columns = logits.shape[:-1], logits.shape[-1]
     if logits.dim() != 2 and logits.is_contiguous():
-        logits = logits.view(-1, columns)
+        logits = logits.view(leading.numel(), columns)
     if logits.dim() == 2:
         return logits[begin:end].to(dtype)
     index = torch.arange(begin, end, device=logits.device)

@@ -107,11 +107,15 @@ def split_dtensors(
             "draft and target must share one vocabulary"
         )
     group = draft.device_mesh.get_group()
-    # DTensor shards like torch.chunk: equal pieces from the front, the last ones shorter or empty.
-    piece = -(-size // dist.get_world_size(group))
-    start = min(dist.get_rank(group) * piece, size)
     local_target = None if target is None else target.to_local()
-    return draft.to_local(), local_target, (group, start, size)
+    return draft.to_local(), local_target, (group, first_column(size, group), size)
+
+
+def first_column(size: int, group: ProcessGroup) -> int:
+    """Where this rank's columns of a DTensor begin: DTensor shards like torch.chunk, in equal
+    pieces from the front, the last ones shorter or empty."""
+    piece = -(-size // dist.get_world_size(group))
+    return min(dist.get_rank(group) * piece, size)
 
 
 def find_shard(
