@@ -17,7 +17,7 @@ from dspark_ext import _C
 
 LEVELS = _C.cpu_available_levels().split()
 # Measured over the sweep, rounded up; the contract is 2.
-MAX_ULP = {"avx2": 0.89, "baseline": 1.18}
+MAX_ULP = {"avx2": 1.27, "baseline": 1.30}
 CHUNK = 1 << 21
 
 

@@ -92,18 +92,18 @@ inline Real chunk_maximum(const E* x, int64_t size) {
 // maximum will want are on their way from memory.
 template <class Real, class E>
 inline double chunk_exponentials(const E* x, int64_t size, Real m, Real* e) {
-  Vec<Real> sum[kUnroll] = {};
+  Vec<Real> sum[2] = {};
   for_each_block<Real>(x, size, [&](int64_t i, const E* block) {
     constexpr int64_t kBytes = kBlock<Real> * sizeof(E);
     const char* ahead = reinterpret_cast<const char*>(x + kChunkColumns + i);
     for (int64_t line = 0; line < kBytes; line += 64) __builtin_prefetch(ahead + line, 0, 0);
     for (int u = 0; u < kUnroll; ++u) {
       const Vec<Real> y = exponential(load<Real>(block + u * kLanes<Real>) - m);
-      sum[u] += y;
+      sum[u % 2] += y;
       std::memcpy(e + i + u * kLanes<Real>, &y, sizeof y);
     }
   });
-  return sum_lanes<Real>((sum[0] + sum[1]) + (sum[2] + sum[3]));
+  return sum_lanes<Real>(sum[0] + sum[1]);
 }
 
 template <class Real, class E>

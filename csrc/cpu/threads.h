@@ -45,15 +45,22 @@ inline void for_each_chunk(int64_t columns, int threads, Order order, F&& f) {
   }
 }
 
-// Runs f(row, thread, threads_within_row) for every row. Rows are dealt to threads one at a
-// time, since inactive ones cost next to nothing; where there are fewer rows than threads, the
-// rows run one after another and each is given all threads for its chunks.
+// Logits in a run of rows that one thread takes at a time, where there are many: about the size
+// of a huge page of results, so that two threads do not wait for the same page's first touch.
+inline constexpr int64_t kRunElements = 1 << 20;
+
+// Runs f(row, thread, threads_within_row) for every row. Rows are dealt to threads in short runs,
+// since inactive ones cost next to nothing; where there are fewer rows than threads, the rows run
+// one after another and each is given all threads for its chunks.
 template <class F>
 inline void for_each_row(int64_t rows, int64_t columns, int threads, F&& f) {
   if (rows * columns < kSerialElements) threads = 1;
 #if defined(_OPENMP)
   if (threads > 1 && rows >= threads) {
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+    const int64_t even = rows / (16 * threads), page = kRunElements / columns;
+    int64_t run = even < page ? even : page;
+    run = run > 1 ? run : 1;
+#pragma omp parallel for schedule(dynamic, run) num_threads(threads)
     for (int64_t row = 0; row < rows; ++row) f(row, omp_get_thread_num(), 1);
     return;
   }
