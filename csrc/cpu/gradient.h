@@ -163,7 +163,7 @@ void gradient_rows(const GradientArgs& args) {
   auto coefficient = [](const void* values, int64_t row) {
     return values == nullptr ? 0.0 : static_cast<double>(static_cast<const Real*>(values)[row]);
   };
-  for_each_row(args.draft->count(), columns, args.threads, [&](int64_t row, int, int team) {
+  for_each_row_alone(args.draft->count(), columns, args.threads, [&](int64_t row, int, int team) {
     void* out = args.gradient->row(row);
     const double b = args.target == nullptr ? 0 : coefficient(args.l1_coefficient, row);
     const int64_t id = args.ids == nullptr ? kIgnoreIndex : args.ids[row];
@@ -182,12 +182,13 @@ void gradient_rows(const GradientArgs& args) {
       const Real q_scale = t != nullptr ? static_cast<Real>(1 / q.z()) : Real(0);
       for_each_chunk(columns, team, Order::kForward, [&](int64_t, int64_t begin, int64_t size) {
         ChunkExponentials<Real> e(size), f(size);
-        draft.exponentials(x, begin, size, static_cast<Real>(p.m), e.values);
-        if (t != nullptr) target.exponentials(t, begin, size, static_cast<Real>(q.m), f.values);
+        chunk_exponentials(draft, x, begin, size, static_cast<Real>(p.m), e.values);
+        if (t != nullptr)
+          chunk_exponentials(target, t, begin, size, static_cast<Real>(q.m), f.values);
         writer.gradient(out, begin, size, e.values, t != nullptr ? f.values : nullptr, p_scale,
                         q_scale, slopes, streamed);
-        finish_streaming(streamed);
         if (id >= begin && id < begin + size) {
+          finish_streaming(streamed);
           const Real p_y = e.values[id - begin] * p_scale;
           const Real q_y = t != nullptr ? f.values[id - begin] * q_scale : p_y;
           const double label_logit = static_cast<double>(draft.at(x, id));

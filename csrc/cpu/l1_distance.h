@@ -50,24 +50,29 @@ template <class Real>
 inline Distance chunk_distance(const Real* e, const Real* f, int64_t size, Real p_scale,
                                Real q_scale) {
   constexpr auto kSign = std::numeric_limits<typename SimdTraits<Real>::Int>::min();
-  Vec<Real> l1[2] = {}, below[2] = {}, above[2] = {};
-  for (int64_t i = 0; i < size; i += kBlock<Real>) {
-    for (int u = 0; u < kUnroll; ++u) {
-      Vec<Real> p, q;
-      std::memcpy(&p, e + i + u * kLanes<Real>, sizeof p);
-      std::memcpy(&q, f + i + u * kLanes<Real>, sizeof q);
-      p *= p_scale;
-      const Vec<Real> d = p - q * q_scale;
-      const IntVec<Real> sign = reinterpret_cast<IntVec<Real>>(d) & kSign;
-      const Vec<Real> signed_p = select<Real>(
-          d != 0, reinterpret_cast<Vec<Real>>(reinterpret_cast<IntVec<Real>>(p) ^ sign));
-      l1[u % 2] += abs<Real>(d);
-      below[u % 2] += p - signed_p;
-      above[u % 2] += p + signed_p;
+  Vec<Real> l1_sum{}, below_sum{}, above_sum{};
+  for_each_stretch(0, size, [&](int64_t begin, int64_t stretch) {
+    Vec<Real> l1[2] = {}, below[2] = {}, above[2] = {};
+    for (int64_t i = begin; i < begin + stretch; i += kBlock<Real>) {
+      for (int u = 0; u < kUnroll; ++u) {
+        Vec<Real> p, q;
+        std::memcpy(&p, e + i + u * kLanes<Real>, sizeof p);
+        std::memcpy(&q, f + i + u * kLanes<Real>, sizeof q);
+        p *= p_scale;
+        const Vec<Real> d = p - q * q_scale;
+        const IntVec<Real> sign = reinterpret_cast<IntVec<Real>>(d) & kSign;
+        const Vec<Real> signed_p = select<Real>(
+            d != 0, reinterpret_cast<Vec<Real>>(reinterpret_cast<IntVec<Real>>(p) ^ sign));
+        l1[u % 2] += abs<Real>(d);
+        below[u % 2] += p - signed_p;
+        above[u % 2] += p + signed_p;
+      }
     }
-  }
-  return {sum_lanes<Real>(l1[0] + l1[1]), sum_lanes<Real>(below[0] + below[1]),
-          sum_lanes<Real>(above[0] + above[1])};
+    l1_sum += l1[0] + l1[1];
+    below_sum += below[0] + below[1];
+    above_sum += above[0] + above[1];
+  });
+  return {sum_lanes<Real>(l1_sum), sum_lanes<Real>(below_sum), sum_lanes<Real>(above_sum)};
 }
 
 template <class Real>
@@ -75,27 +80,30 @@ void l1_distance_rows(const L1DistanceArgs& args) {
   const int64_t columns = args.draft->columns();
   const Reader<Real> draft = reader_for<Real>(args.draft->dtype());
   const Reader<Real> target = reader_for<Real>(args.target->dtype());
-  for_each_row(args.draft->count(), columns, args.threads, [&](int64_t row, int thread, int team) {
-    Distance total;
-    if (is_active(args.active, row)) {
-      const void* x = args.draft->row(row);
-      const void* t = args.target->row(row);
-      const RowStatistics p = load_statistics<Real>(args.draft_statistics, row);
-      const RowStatistics q = load_statistics<Real>(args.target_statistics, row);
-      auto* partial = reinterpret_cast<Distance*>(static_cast<char*>(args.scratch) +
-                                                  thread * chunk_scratch_bytes(columns));
-      for_each_chunk(columns, team, Order::kForward, [&](int64_t i, int64_t begin, int64_t size) {
-        ChunkExponentials<Real> e(size), f(size);
-        draft.exponentials(x, begin, size, static_cast<Real>(p.m), e.values);
-        target.exponentials(t, begin, size, static_cast<Real>(q.m), f.values);
-        partial[i] = chunk_distance<Real>(e.values, f.values, size, static_cast<Real>(1 / p.z()),
-                                          static_cast<Real>(1 / q.z()));
+  for_each_row_alone(
+      args.draft->count(), columns, args.threads, [&](int64_t row, int thread, int team) {
+        Distance total;
+        if (is_active(args.active, row)) {
+          const void* x = args.draft->row(row);
+          const void* t = args.target->row(row);
+          const RowStatistics p = load_statistics<Real>(args.draft_statistics, row);
+          const RowStatistics q = load_statistics<Real>(args.target_statistics, row);
+          auto* partial = reinterpret_cast<Distance*>(static_cast<char*>(args.scratch) +
+                                                      thread * chunk_scratch_bytes(columns));
+          for_each_chunk(
+              columns, team, Order::kForward, [&](int64_t i, int64_t begin, int64_t size) {
+                ChunkExponentials<Real> e(size), f(size);
+                chunk_exponentials(draft, x, begin, size, static_cast<Real>(p.m), e.values);
+                chunk_exponentials(target, t, begin, size, static_cast<Real>(q.m), f.values);
+                partial[i] =
+                    chunk_distance<Real>(e.values, f.values, size, static_cast<Real>(1 / p.z()),
+                                         static_cast<Real>(1 / q.z()));
+              });
+          for (int64_t i = 0; i < chunk_count(columns); ++i) total.add(partial[i]);
+        }
+        static_cast<Real*>(args.l1)[row] = static_cast<Real>(total.clamped_l1());
+        store_sides<Real>(args.sides, row, total.sides());
       });
-      for (int64_t i = 0; i < chunk_count(columns); ++i) total.add(partial[i]);
-    }
-    static_cast<Real*>(args.l1)[row] = static_cast<Real>(total.clamped_l1());
-    store_sides<Real>(args.sides, row, total.sides());
-  });
 }
 
 }  // namespace

@@ -28,6 +28,35 @@ struct RowStatistics {
   double log_z() const { return ::log1p(m - m + c - 1 + t); }
 };
 
+// Columns that are added up in one go. Sums of stretches are then added to one another: two short
+// chains of fp32 additions in place of a long one, whose rounding errors drift where a row holds
+// few different values, as bfloat16 rows do.
+inline constexpr int64_t kStretchColumns = 512;
+
+// Runs f(begin, size) for each stretch of a chunk's columns [begin, begin + size).
+template <class F>
+inline void for_each_stretch(int64_t begin, int64_t size, F&& f) {
+  for (int64_t i = begin; i < begin + size; i += kStretchColumns) {
+    const int64_t left = begin + size - i;
+    f(i, left < kStretchColumns ? left : kStretchColumns);
+  }
+}
+
+// The sum of a chunk's exponentials, as far as its stretches have been visited.
+template <class Real>
+struct Sum {
+  Vec<Real> lanes[2] = {};
+
+  double total() const { return sum_lanes<Real>(lanes[0] + lanes[1]); }
+};
+
+// What to subtract from a chunk's logits: a chunk of nothing but -inf has no finite maximum, and
+// with 0 in its place its exponentials are 0.
+template <class Real>
+inline Real shift(Real maximum) {
+  return maximum == -std::numeric_limits<Real>::infinity() ? Real(0) : maximum;
+}
+
 // Scratch of the kernels that keep one partial result per chunk: statistics, or a Distance.
 inline int64_t chunk_scratch_bytes(int64_t columns) {
   constexpr int64_t kPartialBytes = 3 * sizeof(double);
@@ -39,8 +68,9 @@ inline int64_t chunk_scratch_bytes(int64_t columns) {
 // filled up with zeros to a whole block, so that later passes over them need no tail.
 template <class Real>
 struct Reader {
-  ChunkStatistics (*statistics)(const void* row, int64_t begin, int64_t size, Real* e);
-  void (*exponentials)(const void* row, int64_t begin, int64_t size, Real m, Real* e);
+  Real (*maximum)(const void* row, int64_t begin, int64_t size);
+  void (*exponentials)(const void* row, int64_t begin, int64_t size, Real m, Real* e,
+                       Sum<Real>& sum);
   void (*count_maxima)(const void* row, int64_t begin, int64_t size, Real m, const Real* e,
                        double* c, double* t);
   Real (*at)(const void* row, int64_t column);
@@ -88,36 +118,48 @@ inline Real chunk_maximum(const E* x, int64_t size) {
   return max_lanes<Real>(max<Real>(max<Real>(best[0], best[1]), max<Real>(best[2], best[3])));
 }
 
-// exp(x_j - m) into e, and their sum. While this computes, the logits that the next chunk's
-// maximum will want are on their way from memory.
+// exp(x_j - m) of one stretch into e, added to a sum. While this computes, the logits that the next
+// chunk's maximum will want are on their way from memory.
 template <class Real, class E>
-inline double chunk_exponentials(const E* x, int64_t size, Real m, Real* e) {
-  Vec<Real> sum[2] = {};
+void exponentials_of(const void* row, int64_t begin, int64_t size, Real m, Real* e,
+                     Sum<Real>& sum) {
+  const E* x = static_cast<const E*>(row) + begin;
+  Vec<Real> lanes[2] = {};
   for_each_block<Real>(x, size, [&](int64_t i, const E* block) {
     constexpr int64_t kBytes = kBlock<Real> * sizeof(E);
     const char* ahead = reinterpret_cast<const char*>(x + kChunkColumns + i);
     for (int64_t line = 0; line < kBytes; line += 64) __builtin_prefetch(ahead + line, 0, 0);
     for (int u = 0; u < kUnroll; ++u) {
       const Vec<Real> y = exponential(load<Real>(block + u * kLanes<Real>) - m);
-      sum[u % 2] += y;
+      lanes[u % 2] += y;
       std::memcpy(e + i + u * kLanes<Real>, &y, sizeof y);
     }
   });
-  return sum_lanes<Real>(sum[0] + sum[1]);
+  sum.lanes[0] += lanes[0];
+  sum.lanes[1] += lanes[1];
 }
 
 template <class Real, class E>
-ChunkStatistics statistics_of(const void* row, int64_t begin, int64_t size, Real* e) {
-  const E* x = static_cast<const E*>(row) + begin;
-  const Real m = chunk_maximum<Real>(x, size);
-  // A chunk of nothing but -inf has no finite maximum to subtract; its exponentials are 0.
-  const bool empty = m == -std::numeric_limits<Real>::infinity();
-  return {static_cast<double>(m), chunk_exponentials<Real>(x, size, empty ? Real(0) : m, e)};
+Real maximum_of(const void* row, int64_t begin, int64_t size) {
+  return chunk_maximum<Real>(static_cast<const E*>(row) + begin, size);
 }
 
-template <class Real, class E>
-void exponentials_of(const void* row, int64_t begin, int64_t size, Real m, Real* e) {
-  chunk_exponentials<Real>(static_cast<const E*>(row) + begin, size, m, e);
+// exp(x_j - m) of a whole chunk into e, and their sum.
+template <class Real>
+inline double chunk_exponentials(const Reader<Real>& reader, const void* row, int64_t begin,
+                                 int64_t size, Real m, Real* e) {
+  Sum<Real> sum;
+  for_each_stretch(begin, size, [&](int64_t i, int64_t stretch) {
+    reader.exponentials(row, i, stretch, m, e + (i - begin), sum);
+  });
+  return sum.total();
+}
+
+template <class Real>
+inline ChunkStatistics chunk_statistics(const Reader<Real>& reader, const void* row, int64_t begin,
+                                        int64_t size, Real* e) {
+  const Real m = reader.maximum(row, begin, size);
+  return {static_cast<double>(m), chunk_exponentials(reader, row, begin, size, shift(m), e)};
 }
 
 template <class Real, class E>
@@ -149,7 +191,7 @@ inline Reader<Real> reader_for(DType dtype) {
   with_element_type(dtype, [&](auto* type) {
     using E = std::remove_pointer_t<decltype(type)>;
     if constexpr (sizeof(E) <= sizeof(Real)) {
-      reader = {statistics_of<Real, E>, exponentials_of<Real, E>, count_maxima_of<Real, E>,
+      reader = {maximum_of<Real, E>, exponentials_of<Real, E>, count_maxima_of<Real, E>,
                 element_at<Real, E>};
     }
   });
@@ -209,27 +251,29 @@ void log_softmax_rows(const LogSoftmaxArgs& args) {
   const int64_t columns = args.logits->columns();
   const Reader<Real> reader = reader_for<Real>(args.logits->dtype());
   Real* log_prob = static_cast<Real*>(args.log_prob);
-  for_each_row(args.logits->count(), columns, args.threads, [&](int64_t row, int thread, int team) {
-    RowStatistics statistics{};
-    double ce = 0;
-    if (is_active(args.active, row)) {
-      const void* x = args.logits->row(row);
-      auto* chunks = reinterpret_cast<ChunkStatistics*>(static_cast<char*>(args.scratch) +
-                                                        thread * chunk_scratch_bytes(columns));
-      for_each_chunk(columns, team, Order::kForward, [&](int64_t i, int64_t begin, int64_t size) {
-        ChunkExponentials<Real> e(size);
-        chunks[i] = reader.statistics(x, begin, size, e.values);
+  for_each_row_alone(
+      args.logits->count(), columns, args.threads, [&](int64_t row, int thread, int team) {
+        RowStatistics statistics{};
+        double ce = 0;
+        if (is_active(args.active, row)) {
+          const void* x = args.logits->row(row);
+          auto* chunks = reinterpret_cast<ChunkStatistics*>(static_cast<char*>(args.scratch) +
+                                                            thread * chunk_scratch_bytes(columns));
+          for_each_chunk(columns, team, Order::kForward,
+                         [&](int64_t i, int64_t begin, int64_t size) {
+                           ChunkExponentials<Real> e(size);
+                           chunks[i] = chunk_statistics(reader, x, begin, size, e.values);
+                         });
+          ChunkExponentials<Real> e(0);
+          statistics = combine<Real>(reader, x, columns, chunks, [&](int64_t begin, int64_t size) {
+            chunk_statistics(reader, x, begin, size, e.values);
+            return e.values;
+          });
+          if (log_prob != nullptr) ce = cross_entropy<Real>(reader, x, args.ids[row], statistics);
+        }
+        store_statistics<Real>(args.statistics, row, statistics);
+        if (log_prob != nullptr) log_prob[row] = static_cast<Real>(-ce);
       });
-      ChunkExponentials<Real> e(0);
-      statistics = combine<Real>(reader, x, columns, chunks, [&](int64_t begin, int64_t size) {
-        reader.statistics(x, begin, size, e.values);
-        return e.values;
-      });
-      if (log_prob != nullptr) ce = cross_entropy<Real>(reader, x, args.ids[row], statistics);
-    }
-    store_statistics<Real>(args.statistics, row, statistics);
-    if (log_prob != nullptr) log_prob[row] = static_cast<Real>(-ce);
-  });
 }
 
 }  // namespace

@@ -15,12 +15,13 @@ void scale_elements(const ScaleArgs& args, double factor) {
   const E* source = static_cast<const E*>(args.source);
   E* destination = static_cast<E*>(args.destination);
   const Real f = static_cast<Real>(factor);
-  for_each_row(chunk_count(args.count), kChunkColumns, args.threads, [&](int64_t chunk, int, int) {
-    const int64_t end = (chunk + 1) * kChunkColumns;
-    for (int64_t i = chunk * kChunkColumns; i < (end < args.count ? end : args.count); ++i) {
-      destination[i] = from_real<E>(static_cast<double>(to_real<Real>(source[i]) * f));
-    }
-  });
+  for_each_row_alone(
+      chunk_count(args.count), kChunkColumns, args.threads, [&](int64_t chunk, int, int) {
+        const int64_t end = (chunk + 1) * kChunkColumns;
+        for (int64_t i = chunk * kChunkColumns; i < (end < args.count ? end : args.count); ++i) {
+          destination[i] = from_real<E>(static_cast<double>(to_real<Real>(source[i]) * f));
+        }
+      });
 }
 
 inline void scale_all(const ScaleArgs& args) {

@@ -2,12 +2,17 @@
 // read once and exponentiated once; what stays between the sweeps is one row of fp32
 // exponentials per thread and operand, never a softmax of the whole batch.
 //
-//   sweep 1  logits -> exponentials relative to their chunk's maximum, chunk maxima and sums
-//   sweep 2  exponentials -> l1 and S's sides (chunk maxima are folded into one scale per chunk)
-//   sweep 3  exponentials -> gradient
+//   sweep 1  forward: logits -> exponentials relative to their chunk's maximum, chunk maxima and
+//            sums; and in the same visit to the scratch, the gradient of the row before
+//   sweep 2  backward: exponentials -> l1 and S's sides (chunk maxima are folded into one scale
+//            per chunk)
 //
-// The gradient may be written over the draft logits: sweep 3 of a row begins after the last
-// read of that row.
+// A row's gradient waits for the next row's first sweep because the two fit together: one is
+// bound by stores to memory, the other by arithmetic, and the exponentials that the gradient has
+// just read are overwritten while their lines are still in the first-level cache. The sweeps
+// alternate in direction so that each begins with what the last one left in the second level.
+//
+// The gradient may be written over the draft logits: a row's is written after its last read.
 #pragma once
 
 #include "gradient.h"
@@ -24,14 +29,11 @@ struct Operand {
   ChunkStatistics* chunks;
   RowStatistics statistics;
 
-  void read_chunk(int64_t i, int64_t begin, int64_t size) {
-    chunks[i] = reader.statistics(row, begin, size, e + begin);
-  }
-
-  void finish(int64_t columns) {
+  RowStatistics finish(int64_t columns) {
     std::memset(e + padded<Real>(columns), 0, kBlock<Real> * sizeof(Real));
     statistics = combine<Real>(reader, row, columns, chunks,
                                [&](int64_t begin, int64_t) { return e + begin; });
+    return statistics;
   }
 
   // From exponentials relative to the chunk's maximum to probabilities.
@@ -57,104 +59,172 @@ inline int64_t weighted_scratch_bytes(int64_t columns, bool wide) {
 }
 
 template <class Real>
-inline Operand<Real> operand(const Rows* rows, int64_t row, char* scratch) {
+inline Operand<Real> operand(const Rows* rows, int64_t columns, char* scratch) {
   Operand<Real> result{};
   if (rows == nullptr) return result;
   result.reader = reader_for<Real>(rows->dtype());
-  result.row = rows->row(row);
   result.e = reinterpret_cast<Real*>(scratch);
   result.chunks =
-      reinterpret_cast<ChunkStatistics*>(result.e + padded<Real>(rows->columns()) + kBlock<Real>);
+      reinterpret_cast<ChunkStatistics*>(result.e + padded<Real>(columns) + kBlock<Real>);
   return result;
 }
 
+// One thread's work: rows in turn, each row's gradient written during the next one's sweep.
+template <class Real>
+class WeightedWorker {
+ public:
+  WeightedWorker(const WeightedArgs& args, int thread, int team)
+      : args_(args), columns_(args.draft->columns()), team_(team) {
+    char* scratch = static_cast<char*>(args.scratch) +
+                    thread * weighted_scratch_bytes(columns_, sizeof(Real) == 8);
+    draft_ = operand<Real>(args.draft, columns_, scratch);
+    target_ = operand<Real>(args.target, columns_, scratch + operand_bytes<Real>(columns_));
+    partial_ = reinterpret_cast<Distance*>(scratch + 2 * operand_bytes<Real>(columns_));
+    if (args.gradient != nullptr) {
+      writer_ = writer_for<Real>(args.gradient->dtype());
+      streamed_ = is_streamed(*args.gradient);
+    }
+  }
+
+  void row(int64_t row) {
+    RowResults results;
+    if (is_active(args_.active, row)) {
+      results = compute(row);
+    } else if (args_.gradient != nullptr) {
+      writer_.zeros(args_.gradient->row(row), columns_, streamed_);
+    }
+    static_cast<Real*>(args_.ce)[row] = static_cast<Real>(results.ce);
+    static_cast<Real*>(args_.l1)[row] = static_cast<Real>(results.distance.clamped_l1());
+    if (args_.draft_statistics != nullptr) {
+      store_statistics<Real>(args_.draft_statistics, row, results.draft);
+    }
+    if (args_.target_statistics != nullptr) {
+      store_statistics<Real>(args_.target_statistics, row, results.target);
+    }
+    if (args_.sides != nullptr) store_sides<Real>(args_.sides, row, results.distance.sides());
+  }
+
+  void finish() {
+    if (pending_.out != nullptr) {
+      for_each_chunk(columns_, team_, Order::kForward, [&](int64_t i, int64_t begin, int64_t size) {
+        write_pending(begin, size, draft_.scale(i), target_scale(i));
+      });
+      finish_pending();
+    }
+    finish_streaming(streamed_);
+  }
+
+ private:
+  struct RowResults {
+    double ce = 0;
+    Distance distance;
+    RowStatistics draft{}, target{};
+  };
+
+  // A row whose gradient is still to be written, from the exponentials in the scratch.
+  struct Pending {
+    void* out = nullptr;
+    Slopes<Real> slopes{0, 0, Sides{}};
+    int64_t label = kIgnoreIndex;
+    double label_gradient = 0;
+  };
+
+  bool has_target() const { return args_.target != nullptr; }
+
+  Real target_scale(int64_t i) const { return has_target() ? target_.scale(i) : Real(0); }
+
+  RowResults compute(int64_t row) {
+    RowResults results;
+    draft_.row = args_.draft->row(row);
+    if (has_target()) target_.row = args_.target->row(row);
+    for_each_chunk(columns_, team_, Order::kForward,
+                   [&](int64_t i, int64_t begin, int64_t size) { read_chunk(i, begin, size); });
+    finish_pending();
+
+    results.draft = draft_.finish(columns_);
+    if (has_target()) {
+      results.target = target_.finish(columns_);
+      for_each_chunk(columns_, team_, Order::kBackward,
+                     [&](int64_t i, int64_t begin, int64_t size) {
+                       partial_[i] = chunk_distance<Real>(draft_.e + begin, target_.e + begin, size,
+                                                          draft_.scale(i), target_.scale(i));
+                     });
+      for (int64_t i = 0; i < chunk_count(columns_); ++i) results.distance.add(partial_[i]);
+    }
+    const int64_t id = args_.ids == nullptr ? kIgnoreIndex : args_.ids[row];
+    results.ce = cross_entropy<Real>(draft_.reader, draft_.row, id, results.draft);
+    if (args_.gradient != nullptr) leave_pending(row, id, results);
+    return results;
+  }
+
+  // Statistics of a chunk of this row, and the gradient of the same chunk of the row before.
+  void read_chunk(int64_t i, int64_t begin, int64_t size) {
+    const bool pending = pending_.out != nullptr;
+    const Real p_scale = pending ? draft_.scale(i) : Real(0);
+    const Real q_scale = pending ? target_scale(i) : Real(0);
+    const Real m = draft_.reader.maximum(draft_.row, begin, size);
+    const Real n = has_target() ? target_.reader.maximum(target_.row, begin, size) : Real(0);
+    Sum<Real> p_sum, q_sum;
+    // The stores of one stretch of gradient drain during the arithmetic of the next stretch.
+    for_each_stretch(begin, size, [&](int64_t j, int64_t stretch) {
+      if (pending) write_pending(j, stretch, p_scale, q_scale);
+      draft_.reader.exponentials(draft_.row, j, stretch, shift(m), draft_.e + j, p_sum);
+      if (has_target()) {
+        target_.reader.exponentials(target_.row, j, stretch, shift(n), target_.e + j, q_sum);
+      }
+    });
+    draft_.chunks[i] = {static_cast<double>(m), p_sum.total()};
+    if (has_target()) target_.chunks[i] = {static_cast<double>(n), q_sum.total()};
+  }
+
+  void leave_pending(int64_t row, int64_t id, const RowResults& results) {
+    const bool labelled = id != kIgnoreIndex;
+    const double a = labelled ? coefficient(args_.ce_coefficient, row) : 0;
+    const double b = has_target() ? coefficient(args_.l1_coefficient, row) : 0;
+    const Sides sides = results.distance.sides();
+    pending_ = {args_.gradient->row(row), Slopes<Real>(a, b, sides), id, 0};
+    if (labelled) {
+      const int64_t chunk = id / kChunkColumns;
+      const Real p = draft_.e[id] * draft_.scale(chunk);
+      const Real q = has_target() ? target_.e[id] * target_.scale(chunk) : p;
+      const double logit = static_cast<double>(draft_.reader.at(draft_.row, id));
+      pending_.label_gradient = label_gradient<Real>(logit, p, q, a, b, sides, results.draft);
+    }
+  }
+
+  void write_pending(int64_t begin, int64_t size, Real p_scale, Real q_scale) {
+    writer_.gradient(pending_.out, begin, size, draft_.e + begin,
+                     has_target() ? target_.e + begin : nullptr, p_scale, q_scale, pending_.slopes,
+                     streamed_);
+  }
+
+  void finish_pending() {
+    if (pending_.out == nullptr) return;
+    if (pending_.label != kIgnoreIndex) {
+      finish_streaming(streamed_);
+      writer_.element(pending_.out, pending_.label, pending_.label_gradient);
+    }
+    pending_.out = nullptr;
+  }
+
+  static double coefficient(const void* values, int64_t row) {
+    return static_cast<double>(static_cast<const Real*>(values)[row]);
+  }
+
+  const WeightedArgs& args_;
+  const int64_t columns_;
+  const int team_;
+  Operand<Real> draft_, target_;
+  Distance* partial_ = nullptr;
+  Writer<Real> writer_{};
+  bool streamed_ = false;
+  Pending pending_;
+};
+
 template <class Real>
 void weighted_rows(const WeightedArgs& args) {
-  const int64_t columns = args.draft->columns();
-  const bool wants_gradient = args.gradient != nullptr;
-  const bool streamed = wants_gradient && is_streamed(*args.gradient);
-  const Writer<Real> writer =
-      wants_gradient ? writer_for<Real>(args.gradient->dtype()) : Writer<Real>{};
-
-  for_each_row(args.draft->count(), columns, args.threads, [&](int64_t row, int thread, int team) {
-    RowStatistics draft_statistics{}, target_statistics{};
-    Distance distance;
-    double ce = 0;
-    if (is_active(args.active, row)) {
-      char* scratch = static_cast<char*>(args.scratch) +
-                      thread * weighted_scratch_bytes(columns, sizeof(Real) == 8);
-      Operand<Real> draft = operand<Real>(args.draft, row, scratch);
-      scratch += operand_bytes<Real>(columns);
-      Operand<Real> target = operand<Real>(args.target, row, scratch);
-      scratch += operand_bytes<Real>(columns);
-      auto* partial = reinterpret_cast<Distance*>(scratch);
-      const bool has_target = target.row != nullptr;
-
-      for_each_chunk(columns, team, Order::kForward, [&](int64_t i, int64_t begin, int64_t size) {
-        draft.read_chunk(i, begin, size);
-        if (has_target) target.read_chunk(i, begin, size);
-      });
-      draft.finish(columns);
-      draft_statistics = draft.statistics;
-      if (has_target) {
-        target.finish(columns);
-        target_statistics = target.statistics;
-        for_each_chunk(columns, team, Order::kBackward,
-                       [&](int64_t i, int64_t begin, int64_t size) {
-                         partial[i] = chunk_distance<Real>(draft.e + begin, target.e + begin, size,
-                                                           draft.scale(i), target.scale(i));
-                       });
-        for (int64_t i = 0; i < chunk_count(columns); ++i) distance.add(partial[i]);
-      }
-
-      const int64_t id = args.ids == nullptr ? kIgnoreIndex : args.ids[row];
-      double label_logit = 0;
-      if (id != kIgnoreIndex) {
-        ce = cross_entropy<Real>(draft.reader, draft.row, id, draft_statistics);
-        label_logit = static_cast<double>(draft.reader.at(draft.row, id));
-      }
-
-      if (wants_gradient) {
-        void* out = args.gradient->row(row);
-        const double a =
-            id == kIgnoreIndex
-                ? 0
-                : static_cast<double>(static_cast<const Real*>(args.ce_coefficient)[row]);
-        const double b =
-            has_target ? static_cast<double>(static_cast<const Real*>(args.l1_coefficient)[row])
-                       : 0;
-        const Sides sides = distance.sides();
-        const Slopes<Real> slopes(a, b, sides);
-        for_each_chunk(columns, team, Order::kForward, [&](int64_t i, int64_t begin, int64_t size) {
-          const Real p_scale = draft.scale(i);
-          const Real q_scale = has_target ? target.scale(i) : Real(0);
-          writer.gradient(out, begin, size, draft.e + begin,
-                          has_target ? target.e + begin : nullptr, p_scale, q_scale, slopes,
-                          streamed);
-          finish_streaming(streamed);
-          if (id >= begin && id < begin + size) {
-            const Real p_y = draft.e[id] * p_scale;
-            const Real q_y = has_target ? target.e[id] * q_scale : p_y;
-            writer.element(
-                out, id,
-                label_gradient<Real>(label_logit, p_y, q_y, a, b, sides, draft_statistics));
-          }
-        });
-      }
-    } else if (wants_gradient) {
-      writer.zeros(args.gradient->row(row), columns, streamed);
-      finish_streaming(streamed);
-    }
-    static_cast<Real*>(args.ce)[row] = static_cast<Real>(ce);
-    static_cast<Real*>(args.l1)[row] = static_cast<Real>(distance.clamped_l1());
-    if (args.draft_statistics != nullptr) {
-      store_statistics<Real>(args.draft_statistics, row, draft_statistics);
-    }
-    if (args.target_statistics != nullptr) {
-      store_statistics<Real>(args.target_statistics, row, target_statistics);
-    }
-    if (args.sides != nullptr) store_sides<Real>(args.sides, row, distance.sides());
-  });
+  for_each_row(args.draft->count(), args.draft->columns(), args.threads,
+               [&](int thread, int team) { return WeightedWorker<Real>(args, thread, team); });
 }
 
 }  // namespace

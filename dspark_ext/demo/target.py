@@ -106,7 +106,7 @@ def windows(texts: list[str], tokenizer: Any) -> tuple[Tensor, Tensor]:
     """Cuts documents into windows: ids [W, S] padded with 0, lengths [W]."""
     pieces: list[list[int]] = []
     for text in texts:
-        ids = tokenizer(text, verbose=False)["input_ids"]
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         pieces += [ids[i : i + WINDOW] for i in range(0, len(ids), WINDOW)][:WINDOWS_PER_TOPIC]
     pieces = [piece for piece in pieces if len(piece) >= SHORTEST]
     # Longest first, so that the target's batches hold little padding.
