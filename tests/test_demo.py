@@ -182,6 +182,39 @@ def test_anchors_are_distinct_places_with_text_on_both_sides_and_repeat_with_the
         assert drawn.min() >= 1 and drawn.max() <= length - 2
 
 
+def train_on_made_up_text(rank: int, ranks: int) -> list[float]:
+    """Eight steps of the real loop on random hidden states; the losses of all ranks together."""
+    from dspark_ext.demo.target import Cache, Target
+    from dspark_ext.demo.train import Settings, train
+
+    drafter = make_drafter()
+    target = Target(
+        config=drafter.config,
+        head=drafter.head,
+        final_norm=drafter.norm.weight.detach(),
+        last_layers=[],
+    )
+    generator = torch.Generator().manual_seed(5)
+    cache = Cache(
+        input_ids=torch.randint(VOCABULARY, (9, 20), generator=generator),
+        lengths=torch.randint(3, 21, (9,), generator=generator),
+        features=torch.randn(9, 20, 3, WIDTH, generator=generator),
+        last_hidden=torch.randn(9, 20, WIDTH, generator=generator),
+    )
+    history = train(target, cache, cache, Settings(steps=8, anchors=3, evaluations=2))
+    return [numbers["loss"] for numbers in history["steps"] + history["held_out"]]
+
+
+def test_ranks_that_share_a_batch_have_the_loss_curve_of_one_process():
+    pytest.importorskip("tqdm")
+    from process_groups import run_ranks
+
+    alone = train_on_made_up_text(0, 1)
+    assert alone[7] < alone[0]
+    for losses in run_ranks(train_on_made_up_text, 2):
+        assert losses == pytest.approx(alone, rel=1e-5)
+
+
 def test_no_paragraph_of_the_held_out_text_is_trained_on():
     pytest.importorskip("tqdm")
     from dspark_ext.demo.target import documents

@@ -1,9 +1,12 @@
-"""`python -m dspark_ext demo`."""
+"""`python -m dspark_ext demo`, alone or under `torchrun --nproc-per-node N -m dspark_ext demo`."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import io
+import os
 import sys
 import time
 from pathlib import Path
@@ -45,6 +48,10 @@ def run(args: argparse.Namespace) -> int:
         )
         return 1
 
+    rank = int(os.environ.get("RANK", "0"))
+    if rank > 0:  # of torchrun; rank 0 speaks for all. tqdm reads this when it is imported.
+        os.environ["TQDM_DISABLE"] = "1"
+
     # Only now: these modules import the packages looked for above.
     from dspark_ext.demo import report, target, train
 
@@ -57,21 +64,33 @@ def run(args: argparse.Namespace) -> int:
         )
         return 1
 
-    started = time.perf_counter()
-    print(f"Loading {target.TARGET_NAME} ...", flush=True)
-    model, training_text, held_out = target.prepare(path)
-    print(
-        f"{int(training_text.lengths.sum()):,} tokens of Python's help() to train on, "
-        f"{int(held_out.lengths.sum()):,} held out.",
-        flush=True,
-    )
     settings = train.Settings(steps=args.steps, seed=args.seed, impl=args.impl)
-    history = train.train(model, training_text, held_out, settings)
+    with (
+        train.ranks_of_torchrun() as ranks,
+        contextlib.redirect_stdout(io.StringIO() if rank > 0 else sys.stdout),
+    ):
+        if ranks > settings.windows:
+            print(
+                f"{ranks} ranks cannot share {settings.windows} windows of text a step; "
+                f"start at most {settings.windows}.",
+                file=sys.stderr,
+            )
+            return 2
+        started = time.perf_counter()
+        print(f"Loading {target.TARGET_NAME} ...", flush=True)
+        model, training_text, held_out = target.prepare(path)
+        print(
+            f"{int(training_text.lengths.sum()):,} tokens of Python's help() to train on, "
+            f"{int(held_out.lengths.sum()):,} held out.",
+            flush=True,
+        )
+        history = train.train(model, training_text, held_out, settings)
 
-    print(f"\n{report.table(history)}\n")
-    args.out.mkdir(parents=True, exist_ok=True)
-    for write in (report.write_picture, report.write_history):
-        print(f"wrote {write(history, args.out)}")
-    minutes, seconds = divmod(round(time.perf_counter() - started), 60)
-    print(f"{minutes} min {seconds} s")
+        print(f"\n{report.table(history)}\n")
+        if rank == 0:
+            args.out.mkdir(parents=True, exist_ok=True)
+            for write in (report.write_picture, report.write_history):
+                print(f"wrote {write(history, args.out)}")
+        minutes, seconds = divmod(round(time.perf_counter() - started), 60)
+        print(f"{minutes} min {seconds} s")
     return 0

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from dspark_ext import AcceptanceMeter, DSparkForwardOutput, compute_dspark_loss
@@ -22,7 +26,7 @@ CE_ALPHA, L1_ALPHA, CONFIDENCE_ALPHA = 0.1, 0.9, 1.0
 """The L1 term leads, for half of it is the acceptance that a draft loses."""
 
 
-@dataclass
+@dataclasses.dataclass
 class Settings:
     """A run. Everything random follows from `seed`."""
 
@@ -42,8 +46,14 @@ class Settings:
     """Held-out evaluations after the first one, evenly spread over the run; the last at its end."""
 
 
-def objective(outputs: DSparkForwardOutput, impl: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss to differentiate, and the terms to log."""
+def objective(
+    outputs: DSparkForwardOutput, impl: str, denominators: Tensor | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss to differentiate, and the terms to log.
+
+    The loss finds the ranks of a data-parallel run by itself and sums their denominators; given
+    some, it asks no other rank.
+    """
     loss, terms = compute_dspark_loss(
         outputs=outputs,
         loss_decay_gamma=LOSS_DECAY_GAMMA,
@@ -51,6 +61,7 @@ def objective(outputs: DSparkForwardOutput, impl: str) -> tuple[Tensor, dict[str
         l1_loss_alpha=L1_ALPHA,
         confidence_head_alpha=CONFIDENCE_ALPHA,
         return_terms=True,
+        denominators=denominators,
         impl=impl,
     )
     return loss, terms
@@ -81,25 +92,51 @@ def draw_batch(cache: Cache, rows: Tensor, anchors: int, generator: torch.Genera
 def training_batches(cache: Cache, settings: Settings) -> Iterator[Batch]:
     """Batches without end, from a generator of their own: nothing else disturbs the sequence.
 
-    Longer windows are drawn more often, so that every token is about equally likely. (A rank of
-    a data-parallel run would draw the same whole batch, and keep its share of the rows.)
+    Longer windows are drawn more often, so that every token is about equally likely. Every rank
+    of a data-parallel run draws the same batch and keeps its share of the windows.
     """
+    rank, ranks = place()
     generator = torch.Generator().manual_seed(settings.seed)
     while True:
         rows = torch.multinomial(cache.lengths.float(), settings.windows, generator=generator)
-        yield draw_batch(cache, rows, settings.anchors, generator)
+        batch = draw_batch(cache, rows, settings.anchors, generator)
+        share = {f.name: getattr(batch, f.name)[rank::ranks] for f in dataclasses.fields(batch)}
+        yield Batch(**share)
+
+
+@contextlib.contextmanager
+def ranks_of_torchrun() -> Iterator[int]:
+    """The process group that torchrun prepared, if it did; gives the number of ranks."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        dist.init_process_group("gloo")
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    try:
+        yield ranks
+    finally:
+        if ranks > 1:
+            dist.destroy_process_group()
+
+
+def place() -> tuple[int, int]:
+    """This process's rank and the number of ranks; (0, 1) unless torchrun started several."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 @torch.no_grad()
 def evaluate(drafter: Drafter, cache: Cache, impl: str, anchors: int = 16) -> dict[str, float]:
     """The loss, its terms, accept rates and tau over all of `cache`, at the same anchors every
     time. The meter divides once, at the end: batches are not equally full."""
+    rank, ranks = place()
     generator = torch.Generator().manual_seed(0)
     meter = AcceptanceMeter(drafter.config.block_size)
-    for rows in torch.arange(len(cache.lengths)).split(2):
-        outputs = drafter(draw_batch(cache, rows, anchors, generator))
-        _, terms = objective(outputs, impl)
-        meter.update(terms)
+    for i, rows in enumerate(torch.arange(len(cache.lengths)).split(2)):
+        batch = draw_batch(cache, rows, anchors, generator)
+        if i % ranks == rank:
+            # Its own denominator, for ranks may have unequal numbers of batches.
+            _, terms = objective(drafter(batch), impl, torch.ones(()))
+            meter.update(terms)
+    meter.all_reduce()
     return meter.compute()
 
 
@@ -129,6 +166,9 @@ def train(target: Target, cache: Cache, held_out: Cache, settings: Settings) -> 
         first is the untrained drafter's. Both carry "step", the steps taken before.
     """
     drafter = make_drafter(target, settings.seed)
+    rank, ranks = place()
+    # The shared head is a buffer that never changes: nothing to broadcast before a step.
+    model = DistributedDataParallel(drafter, broadcast_buffers=False) if ranks > 1 else drafter
     optimizer = make_optimizer(drafter, settings)
 
     def learning_rate(step: int) -> float:
@@ -142,13 +182,15 @@ def train(target: Target, cache: Cache, held_out: Cache, settings: Settings) -> 
     history: History = {"steps": [], "held_out": []}
     due = {settings.steps * i // settings.evaluations for i in range(settings.evaluations)}
 
-    with tqdm(total=settings.steps, desc="train", unit="step", ncols=79) as progress:
+    with tqdm(
+        total=settings.steps, desc="train", unit="step", ncols=79, disable=rank > 0
+    ) as progress:
         for step in range(settings.steps):
             if step in due:
                 result = evaluate(drafter, held_out, settings.impl)
                 history["held_out"].append({"step": step, **result})
 
-            loss, terms = objective(drafter(next(batches)), settings.impl)
+            loss, terms = objective(model(next(batches)), settings.impl)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(drafter.parameters(), settings.clip)
             optimizer.step()
@@ -157,6 +199,7 @@ def train(target: Target, cache: Cache, held_out: Cache, settings: Settings) -> 
 
             meter.reset()
             meter.update(terms)
+            meter.all_reduce()
             numbers = meter.compute()
             history["steps"].append({"step": step, **numbers})
             progress.set_postfix_str(f"loss {numbers['loss']:.3f}, tau {numbers['tau']:.2f}")
