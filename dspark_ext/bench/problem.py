@@ -116,7 +116,7 @@ class Inputs:
         """Fresh outputs of a drafter, whose logits want a gradient unless only evaluated."""
         draft = self.draft
         if not self.problem.evaluation:
-            draft = _Layer.apply(self._anchor, self)  # type: ignore[no-untyped-call]
+            draft = _Layer.apply(self._anchor, self)
         return DSparkForwardOutput(
             draft_logits=draft,
             target_ids=self.ids,
