@@ -30,7 +30,8 @@ class CMakeBuild(build_ext):
         build = Path(self.build_temp).resolve() / "cmake"
         subprocess.run(
             [
-                "cmake",
+                # Fresh: the cache of an earlier build names tools of an isolated environment that is gone.
+                *("cmake", "--fresh"),
                 *("-S", str(SOURCE), "-B", str(build), "-G", "Ninja"),
                 "-DCMAKE_BUILD_TYPE=Release",
                 f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={module.parent}",
