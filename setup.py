@@ -30,7 +30,7 @@ class CMakeBuild(build_ext):
         build = Path(self.build_temp).resolve() / "cmake"
         subprocess.run(
             [
-                # Fresh: the cache of an earlier build names tools of an isolated environment that is gone.
+                # Fresh, since an earlier build's cache names tools of an environment that is gone.
                 *("cmake", "--fresh"),
                 *("-S", str(SOURCE), "-B", str(build), "-G", "Ninja"),
                 "-DCMAKE_BUILD_TYPE=Release",
