@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -59,6 +59,23 @@ def check_same_shape(name: str, value: Tensor, expected: tuple[int, ...], origin
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}; expected {tuple(expected)}, from {origin}"
         )
+
+
+def check_positions(
+    outputs: Any, confidence_pred: Optional[Tensor], leading: tuple[int, ...], origin: str
+) -> tuple[Tensor, Tensor, Tensor, Optional[Tensor]]:
+    """``target_ids``, ``eval_mask``, ``block_keep_mask`` and the confidence logits (or None) of
+    positions ``leading`` ``(B, A, K)``, each with its dtype and shape checked."""
+    ids = check_tensor("target_ids", outputs.target_ids, INTEGER_DTYPES)
+    eval_mask = check_tensor("eval_mask", outputs.eval_mask, MASK_DTYPES)
+    keep = check_tensor("block_keep_mask", outputs.block_keep_mask, MASK_DTYPES)
+    check_same_shape("target_ids", ids, leading, origin)
+    check_same_shape("eval_mask", eval_mask, leading, origin)
+    check_same_shape("block_keep_mask", keep, leading[:2], origin)
+    if confidence_pred is not None:
+        check_tensor("confidence_pred", confidence_pred, LOGIT_DTYPES)
+        check_same_shape("confidence_pred", confidence_pred, leading, origin)
+    return ids, eval_mask, keep, confidence_pred
 
 
 def check_same_device(reference_name: str, reference: Tensor, **others: Optional[Tensor]) -> None:

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from dspark_ext import _backend, ops
 from dspark_ext._validate import (
-    INTEGER_DTYPES,
     LOGIT_DTYPES,
-    MASK_DTYPES,
     check_logits,
+    check_positions,
     check_same_device,
     check_same_shape,
     check_tensor,
@@ -222,16 +221,9 @@ def _checked(outputs: Any, wants_l1: bool, tp_group: Optional[ProcessGroup]) -> 
     head = f"lm_head_weight {tuple(weight.shape)}"
     bias = _vector("lm_head_bias", optional("lm_head_bias"), columns, head, tp_group)
 
-    ids = check_tensor("target_ids", outputs.target_ids, INTEGER_DTYPES)
-    eval_mask = check_tensor("eval_mask", outputs.eval_mask, MASK_DTYPES)
-    keep = check_tensor("block_keep_mask", outputs.block_keep_mask, MASK_DTYPES)
-    check_same_shape("target_ids", ids, leading, origin)
-    check_same_shape("eval_mask", eval_mask, leading, origin)
-    check_same_shape("block_keep_mask", keep, leading[:2], origin)
-    confidence = optional("confidence_pred")
-    if confidence is not None:
-        check_tensor("confidence_pred", confidence, LOGIT_DTYPES)
-        check_same_shape("confidence_pred", confidence, leading, origin)
+    ids, eval_mask, keep, confidence = check_positions(
+        outputs, optional("confidence_pred"), leading, origin
+    )
 
     features, markov_weight = optional("markov_features"), optional("markov_weight")
     if (features is None) != (markov_weight is None):

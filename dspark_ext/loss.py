@@ -23,10 +23,9 @@ from torch import Tensor, nn
 
 from dspark_ext import _backend, ops
 from dspark_ext._validate import (
-    INTEGER_DTYPES,
     LOGIT_DTYPES,
-    MASK_DTYPES,
     check_logits,
+    check_positions,
     check_same_device,
     check_same_shape,
     check_target,
@@ -92,16 +91,9 @@ def _checked(
         raise ValueError(f"draft_logits has shape {tuple(draft.shape)}; expected [B, A, K, V]")
     leading = tuple(draft.shape[:-1])
     origin = f"draft_logits {tuple(draft.shape)}"
-    ids = check_tensor("target_ids", outputs.target_ids, INTEGER_DTYPES)
-    eval_mask = check_tensor("eval_mask", outputs.eval_mask, MASK_DTYPES)
-    keep = check_tensor("block_keep_mask", outputs.block_keep_mask, MASK_DTYPES)
-    check_same_shape("target_ids", ids, leading, origin)
-    check_same_shape("eval_mask", eval_mask, leading, origin)
-    check_same_shape("block_keep_mask", keep, leading[:2], origin)
-    confidence = outputs.confidence_pred
-    if confidence is not None:
-        check_tensor("confidence_pred", confidence, LOGIT_DTYPES)
-        check_same_shape("confidence_pred", confidence, leading, origin)
+    ids, eval_mask, keep, confidence = check_positions(
+        outputs, outputs.confidence_pred, leading, origin
+    )
     if target is not None:
         target = check_logits("aligned_target_logits", target, sharded)
         check_target(draft, target, "draft_logits", "aligned_target_logits")

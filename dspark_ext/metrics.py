@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from dspark_ext.distributed import data_parallel
+from dspark_ext.loss import _EPSILON
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-_EPSILON = 1e-6  # of the losses' denominators in the returned terms
 
 # What a term is divided by, for every quantity that is a ratio of two sums.
 _LOSSES = {

@@ -212,6 +212,21 @@ def _ce_and_l1_bwd_fake(
     return draft.new_empty(draft.shape)
 
 
+# --- ordered_sum ---------------------------------------------------------------------------------
+
+
+def _ordered_sum_fake(values: Tensor) -> Tensor:
+    return values.new_empty(values.shape[1:])
+
+
+def _ordered_sum_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.count = inputs[0].shape[0]
+
+
+def _ordered_sum_backward(ctx: Any, upstream: Tensor) -> Tensor:
+    return upstream.expand(ctx.count, *upstream.shape)
+
+
 # --- weighted ------------------------------------------------------------------------------------
 
 
@@ -325,21 +340,6 @@ def _weighted_inplace_fake(
         draft.new_empty(leading, dtype=result),
         draft.new_empty(leading, dtype=result),
     )
-
-
-# --- ordered_sum ---------------------------------------------------------------------------------
-
-
-def _ordered_sum_fake(values: Tensor) -> Tensor:
-    return values.new_empty(values.shape[1:])
-
-
-def _ordered_sum_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    ctx.count = inputs[0].shape[0]
-
-
-def _ordered_sum_backward(ctx: Any, upstream: Tensor) -> Tensor:
-    return upstream.expand(ctx.count, *upstream.shape)
 
 
 def _weighted_bwd(gradient: Tensor, upstream: Tensor) -> Tensor:

@@ -152,6 +152,12 @@ inline double label_gradient(double label_logit, Real p, Real q, double a, doubl
   return a * p_minus_one + (b == 0 ? 0 : b * p_y * slope);
 }
 
+// A row's `a` or `b`; 0 where the caller has none.
+template <class Real>
+inline double coefficient(const void* values, int64_t row) {
+  return values == nullptr ? 0 : static_cast<double>(static_cast<const Real*>(values)[row]);
+}
+
 template <class Real>
 void gradient_rows(const GradientArgs& args) {
   const int64_t columns = args.draft->columns();
@@ -160,14 +166,11 @@ void gradient_rows(const GradientArgs& args) {
       args.target != nullptr ? reader_for<Real>(args.target->dtype()) : Reader<Real>{};
   const Writer<Real> writer = writer_for<Real>(args.gradient->dtype());
   const bool streamed = is_streamed(*args.gradient);
-  auto coefficient = [](const void* values, int64_t row) {
-    return values == nullptr ? 0.0 : static_cast<double>(static_cast<const Real*>(values)[row]);
-  };
   for_each_row_alone(args.draft->count(), columns, args.threads, [&](int64_t row, int, int team) {
     void* out = args.gradient->row(row);
-    const double b = args.target == nullptr ? 0 : coefficient(args.l1_coefficient, row);
+    const double b = args.target == nullptr ? 0 : coefficient<Real>(args.l1_coefficient, row);
     const int64_t id = args.ids == nullptr ? kIgnoreIndex : args.ids[row];
-    const double a = id == kIgnoreIndex ? 0 : coefficient(args.ce_coefficient, row);
+    const double a = id == kIgnoreIndex ? 0 : coefficient<Real>(args.ce_coefficient, row);
     if (!is_active(args.active, row)) {
       writer.zeros(out, columns, streamed);
     } else {

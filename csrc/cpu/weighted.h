@@ -179,8 +179,8 @@ class WeightedWorker {
 
   void leave_pending(int64_t row, int64_t id, const RowResults& results) {
     const bool labelled = id != kIgnoreIndex;
-    const double a = labelled ? coefficient(args_.ce_coefficient, row) : 0;
-    const double b = has_target() ? coefficient(args_.l1_coefficient, row) : 0;
+    const double a = labelled ? coefficient<Real>(args_.ce_coefficient, row) : 0;
+    const double b = has_target() ? coefficient<Real>(args_.l1_coefficient, row) : 0;
     const Sides sides = results.distance.sides();
     pending_ = {args_.gradient->row(row), Slopes<Real>(a, b, sides), id, 0};
     if (labelled) {
@@ -205,10 +205,6 @@ class WeightedWorker {
       writer_.element(pending_.out, pending_.label, pending_.label_gradient);
     }
     pending_.out = nullptr;
-  }
-
-  static double coefficient(const void* values, int64_t row) {
-    return static_cast<double>(static_cast<const Real*>(values)[row]);
   }
 
   const WeightedArgs& args_;
