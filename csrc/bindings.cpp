@@ -3,20 +3,16 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "bindings_rows.h"
 #include "cpu/kernels.h"
 #ifdef DSPARK_HAVE_CUDA
-#include "cuda/kernels.h"
+#include "bindings_cuda.h"
 #endif
 
 namespace py = pybind11;
 using namespace dspark;
 
 namespace {
-
-template <class T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
 
 void bind_cpu(py::module_& m) {
   using namespace cpu;
@@ -114,37 +110,12 @@ void bind_cpu(py::module_& m) {
       py::arg("data"), py::arg("bytes"), release());
 }
 
-#ifdef DSPARK_HAVE_CUDA
-void bind_cuda(py::module_& m) {
-  using release = py::call_guard<py::gil_scoped_release>;
-  m.def(
-      "cuda_log_softmax",
-      [](const Rows& logits, uintptr_t ids, uintptr_t active, uintptr_t statistics,
-         uintptr_t log_prob, int device, uintptr_t stream) {
-        cuda::log_softmax({&logits, pointer<const int64_t>(ids), pointer<const uint8_t>(active),
-                           pointer<float>(statistics), pointer<float>(log_prob)},
-                          device, pointer<void>(stream));
-      },
-      py::arg("logits"), py::arg("ids"), py::arg("active"), py::arg("statistics"),
-      py::arg("log_prob"), py::arg("device"), py::arg("stream"), release());
-}
-#endif
-
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Compiled kernels of dspark_ext; called by dspark_ext._backend alone.";
 
-  py::enum_<DType>(m, "DType")
-      .value("float32", DType::kFloat32)
-      .value("bfloat16", DType::kBFloat16)
-      .value("float16", DType::kFloat16)
-      .value("float64", DType::kFloat64);
-  py::class_<Rows>(m, "Rows").def(py::init<uintptr_t, DType, const std::vector<int64_t>&,
-                                           const std::vector<int64_t>&, int64_t>(),
-                                  py::arg("data"), py::arg("dtype"), py::arg("sizes"),
-                                  py::arg("strides"), py::arg("columns"));
-
+  bind_rows(m);
   bind_cpu(m);
 #ifdef DSPARK_HAVE_CUDA
   bind_cuda(m);

@@ -2,7 +2,9 @@
 // instructions could be the copy that the linker keeps for all of them.
 #include "rows.h"
 
+#include <limits>
 #include <stdexcept>
+#include <string>
 
 namespace dspark {
 
@@ -38,17 +40,23 @@ void* Rows::row(int64_t index) const {
   return reinterpret_cast<void*>(data_ + static_cast<uintptr_t>(offset * element_size(dtype_)));
 }
 
-Rows::TwoStrides Rows::two_strides() const {
-  switch (sizes_.size()) {
-    case 0:
-      return {1, 0, 0};
-    case 1:
-      return {sizes_[0], 0, strides_[0]};
-    case 2:
-      return {sizes_[1], strides_[0], strides_[1]};
-    default:
-      throw std::invalid_argument("Rows: more than two independent strides on the device");
+RowLayout Rows::layout() const {
+  if (sizes_.size() > RowLayout::kMaxDimensions) {
+    throw std::invalid_argument("Rows: more than " + std::to_string(RowLayout::kMaxDimensions) +
+                                " independent leading strides; make the tensor contiguous");
   }
+  if (count_ > std::numeric_limits<int32_t>::max()) {
+    throw std::invalid_argument("Rows: " + std::to_string(count_) +
+                                " rows; a device kernel takes at most 2^31 - 1 at once");
+  }
+  RowLayout layout{};
+  layout.data = data_;
+  layout.dimensions = static_cast<int>(sizes_.size());
+  for (size_t i = 0; i < sizes_.size(); ++i) {
+    layout.sizes[i] = static_cast<uint32_t>(sizes_[i]);
+    layout.strides[i] = strides_[i] * element_size(dtype_);
+  }
+  return layout;
 }
 
 }  // namespace dspark

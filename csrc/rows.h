@@ -13,6 +13,18 @@ inline int64_t element_size(DType dtype) {
   return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
 }
 
+// The same for device code, where no vector reaches: row r is its index over `sizes`, the last
+// dimension running fastest, times `strides`, in bytes. Rows are counted in 32 bits, offsets are
+// not.
+struct RowLayout {
+  static constexpr int kMaxDimensions = 6;
+
+  uintptr_t data;
+  int dimensions;
+  uint32_t sizes[kMaxDimensions];
+  int64_t strides[kMaxDimensions];
+};
+
 class Rows {
  public:
   Rows(uintptr_t data, DType dtype, const std::vector<int64_t>& sizes,
@@ -25,13 +37,8 @@ class Rows {
   // Address of a row's first column.
   void* row(int64_t index) const;
 
-  // The same for device code, where no vector reaches: row r lies at
-  // r / inner * outer_stride + r % inner * inner_stride. Throws std::invalid_argument when the
-  // leading dimensions do not collapse that far.
-  struct TwoStrides {
-    int64_t inner, outer_stride, inner_stride;
-  };
-  TwoStrides two_strides() const;
+  // Throws std::invalid_argument for more rows, or independent strides, than a layout can hold.
+  RowLayout layout() const;
 
  private:
   uintptr_t data_;

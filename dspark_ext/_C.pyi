@@ -88,12 +88,72 @@ def cpu_scale(
 def cpu_ordered_sum(values: int, sums: int, dtype: DType, rows: int, columns: int) -> None: ...
 def cpu_exponential(x: int, y: int, count: int) -> None: ...
 def cpu_advise_huge_pages(data: int, bytes: int) -> None: ...
+def cuda_scratch_bytes(draft: Rows, target: Optional[Rows], device: int) -> int: ...
+def cuda_resident_plan(
+    draft: Rows, target: Optional[Rows], gradient: Optional[Rows], device: int
+) -> tuple[int, int, int]: ...
 def cuda_log_softmax(
     logits: Rows,
     ids: int,
     active: int,
     statistics: int,
     log_prob: int,
+    scratch: int,
     device: int,
     stream: int,
+) -> None: ...
+def cuda_l1_distance(
+    draft: Rows,
+    target: Rows,
+    active: int,
+    draft_statistics: int,
+    target_statistics: int,
+    l1: int,
+    sides: int,
+    scratch: int,
+    device: int,
+    stream: int,
+) -> None: ...
+def cuda_gradient(
+    draft: Rows,
+    target: Optional[Rows],
+    ids: int,
+    active: int,
+    draft_statistics: int,
+    target_statistics: int,
+    sides: int,
+    ce_coefficient: int,
+    l1_coefficient: int,
+    gradient: Rows,
+    device: int,
+    stream: int,
+) -> None: ...
+def cuda_weighted(
+    draft: Rows,
+    target: Optional[Rows],
+    ids: int,
+    active: int,
+    ce_coefficient: int,
+    l1_coefficient: int,
+    ce: int,
+    l1: int,
+    draft_statistics: int,
+    target_statistics: int,
+    sides: int,
+    gradient: Optional[Rows],
+    scratch: int,
+    device: int,
+    stream: int,
+) -> None: ...
+def cuda_scale(
+    source: int,
+    destination: int,
+    dtype: DType,
+    count: int,
+    factor: int,
+    device: int,
+    stream: int,
+) -> None: ...
+def cuda_ordered_sum(
+    values: int, sums: int, dtype: DType, rows: int, columns: int, device: int, stream: int
 ) -> None: ...

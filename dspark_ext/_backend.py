@@ -8,7 +8,9 @@ logits' shape without its last dimension.
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import warnings
 from typing import Optional
 
@@ -44,33 +46,53 @@ def result_dtype(draft: Tensor) -> torch.dtype:
     return torch.float64 if draft.dtype == torch.float64 else torch.float32
 
 
-def uses_kernel(impl: str, device: torch.device) -> bool:
-    """Whether ``impl`` means the compiled kernel on ``device``.
+def uses_kernel(impl: str, device: torch.device, *dtypes: torch.dtype) -> bool:
+    """Whether ``impl`` means the compiled kernel for logits of these dtypes on ``device``.
 
     Raises:
         ValueError: ``impl`` is not one of auto, kernel, torch.
-        RuntimeError: ``impl="kernel"`` where this build has no kernel for the device.
+        RuntimeError: ``impl="kernel"`` where this build has no kernel for them.
     """
     if impl not in ("auto", "kernel", "torch"):
         raise ValueError(f"impl is {impl!r}; expected 'auto', 'kernel' or 'torch'")
     if impl == "torch":
         return False
-    if device.type == "cpu":
+    if has_kernels(device, *dtypes):
         return True
+    wide = "float64 " if torch.float64 in dtypes else ""
     if impl == "kernel":
         raise RuntimeError(
-            f"impl='kernel', but this build of dspark_ext has no loss kernel for {device.type} "
-            "tensors (`python -m dspark_ext info` lists what it has); use impl='torch' or 'auto'"
+            f"impl='kernel', but this build of dspark_ext has no kernel for {wide}logits on "
+            f"{device} (`python -m dspark_ext info` lists what it has); use impl='torch' or 'auto'"
         )
-    if device.type not in _warned_devices and not torch.compiler.is_compiling():
+    if not wide and device.type not in _warned_devices and not torch.compiler.is_compiling():
         _warned_devices.add(device.type)
         warnings.warn(
-            f"dspark_ext has no loss kernel for {device.type} tensors in this build and uses the "
+            f"dspark_ext has no kernel for {device.type} tensors in this build and uses the "
             "chunked PyTorch path; pass impl='torch' to choose it without this warning",
             RuntimeWarning,
             stacklevel=3,
         )
     return False
+
+
+def has_kernels(device: torch.device, *dtypes: torch.dtype) -> bool:
+    """Whether this build can run its kernels on a device, for logits of these dtypes."""
+    if device.type == "cpu":
+        return True
+    if device.type != "cuda" or cuda_architectures() is None or torch.float64 in dtypes:
+        return False
+    return torch.compiler.is_compiling() or _runs_on_gpu(device.index)
+
+
+@functools.lru_cache(maxsize=None)
+def _runs_on_gpu(index: Optional[int]) -> bool:
+    """Whether a GPU is as new as the oldest architecture of this build; True without a GPU."""
+    if not torch.cuda.is_available():
+        return True
+    major, minor = torch.cuda.get_device_capability(index)
+    lowest = min(int(re.match(r"\d+", name).group()) for name in cuda_architectures().split())
+    return 10 * major + minor >= lowest
 
 
 def cuda_architectures() -> Optional[str]:
@@ -109,31 +131,23 @@ def log_softmax(
     """Row statistics ``[..., 3]`` and, given ids, their log-probabilities ``[...]``."""
     real = real_dtype(logits)
     leading, columns = logits.shape[:-1], logits.shape[-1]
-    statistics = torch.empty((*leading, 3), dtype=real, device=logits.device)
-    log_prob = torch.empty(leading if ids is not None else (0,), dtype=real, device=logits.device)
+    statistics = logits.new_empty((*leading, 3), dtype=real)
+    log_prob = logits.new_empty(leading if ids is not None else (0,), dtype=real)
     ids, active = _prepare_ids(ids, active, columns)
-    if logits.is_cuda:
-        _C.cuda_log_softmax(
-            _rows(logits),
-            _address(ids),
-            _address(active),
-            _address(statistics),
-            _address(log_prob if ids is not None else None),
-            logits.device.index,
-            torch.cuda.current_stream(logits.device).cuda_stream,
-        )
+    arguments = (
+        _rows(logits),
+        _address(ids),
+        _address(active),
+        _address(statistics),
+        _address(log_prob if ids is not None else None),
+    )
+    if _on_gpu(logits):
+        scratch = _gpu_scratch(logits, None)
+        _C.cuda_log_softmax(*arguments, _address(scratch), *_where(logits))
     else:
         threads = torch.get_num_threads()
         scratch = _scratch(threads * _C.cpu_chunk_scratch_bytes(columns))
-        _C.cpu_log_softmax(
-            _rows(logits),
-            _address(ids),
-            _address(active),
-            _address(statistics),
-            _address(log_prob if ids is not None else None),
-            _address(scratch),
-            threads,
-        )
+        _C.cpu_log_softmax(*arguments, _address(scratch), threads)
     return statistics, log_prob
 
 
@@ -147,14 +161,12 @@ def l1_distance(
     """``l1`` per row and the sides of S, ``[..., 2]``, from known statistics."""
     real = real_dtype(draft, target)
     leading, columns = draft.shape[:-1], draft.shape[-1]
-    l1 = torch.empty(leading, dtype=real)
-    sides = torch.empty((*leading, 2), dtype=real)
+    l1 = draft.new_empty(leading, dtype=real)
+    sides = draft.new_empty((*leading, 2), dtype=real)
     draft_statistics = draft_statistics.to(real).contiguous()
     target_statistics = target_statistics.to(real).contiguous()
     active = _contiguous(active, torch.bool)
-    threads = torch.get_num_threads()
-    scratch = _scratch(threads * _C.cpu_chunk_scratch_bytes(columns))
-    _C.cpu_l1_distance(
+    arguments = (
         _rows(draft),
         _rows(target),
         _address(active),
@@ -162,9 +174,14 @@ def l1_distance(
         _address(target_statistics),
         _address(l1),
         _address(sides),
-        _address(scratch),
-        threads,
     )
+    if _on_gpu(draft):
+        scratch = _gpu_scratch(draft, target)
+        _C.cuda_l1_distance(*arguments, _address(scratch), *_where(draft))
+    else:
+        threads = torch.get_num_threads()
+        scratch = _scratch(threads * _C.cpu_chunk_scratch_bytes(columns))
+        _C.cpu_l1_distance(*arguments, _address(scratch), threads)
     return l1, sides
 
 
@@ -191,7 +208,7 @@ def gradient(
     ce_coefficient = _contiguous(ce_coefficient, real)
     l1_coefficient = _contiguous(l1_coefficient, real)
     sides = _contiguous(sides, real)
-    _C.cpu_gradient(
+    arguments = (
         _rows(draft),
         None if target is None else _rows(target),
         _address(ids),
@@ -202,8 +219,11 @@ def gradient(
         _address(ce_coefficient),
         _address(l1_coefficient),
         _rows(out),
-        torch.get_num_threads(),
     )
+    if _on_gpu(draft):
+        _C.cuda_gradient(*arguments, *_where(draft))
+    else:
+        _C.cpu_gradient(*arguments, torch.get_num_threads())
     return out
 
 
@@ -211,21 +231,9 @@ def ce_and_l1(
     draft: Tensor, target: Optional[Tensor], ids: Optional[Tensor], active: Optional[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``ce``, ``l1``, both statistics ``[..., 3]``, the sides of S ``[..., 2]``: one visit."""
-    real = real_dtype(draft, target)
-    leading = draft.shape[:-1]
-    draft_statistics = torch.empty((*leading, 3), dtype=real)
-    target_statistics = torch.empty((*leading, 3), dtype=real)
-    sides = torch.empty((*leading, 2), dtype=real)
-    ce, l1 = _weighted(
-        draft,
-        target,
-        ids,
-        active,
-        draft_statistics=draft_statistics,
-        target_statistics=target_statistics,
-        sides=sides,
-    )
-    return ce, l1, draft_statistics, target_statistics, sides
+    statistics = _empty_statistics(draft, target)
+    ce, l1 = _weighted(draft, target, ids, active, statistics=statistics)
+    return ce, l1, *statistics
 
 
 def weighted(
@@ -252,25 +260,37 @@ def weighted(
 
 def scale(source: Tensor, factor: Tensor, destination: Tensor) -> None:
     """``destination = source * factor`` with one rounding; contiguous, maybe the same tensor."""
-    factor = factor.to(torch.float64 if factor.dtype == torch.float64 else torch.float32)
-    _C.cpu_scale(
+    on_gpu = _on_gpu(source)
+    wide = factor.dtype == torch.float64 and not on_gpu
+    factor = factor.to(torch.float64 if wide else torch.float32)
+    arguments = (
         _address(source),
         _address(destination),
         DTYPES[source.dtype],
         source.numel(),
         _address(factor),
-        DTYPES[factor.dtype],
-        torch.get_num_threads(),
     )
+    if on_gpu:
+        _C.cuda_scale(*arguments, *_where(source))
+    else:
+        _C.cpu_scale(*arguments, DTYPES[factor.dtype], torch.get_num_threads())
 
 
 def ordered_sum(values: Tensor) -> Tensor:
     """Sum over the first dimension, ``[M, ...] -> [...]``, float32 or float64, in row order."""
     values = values.contiguous()
-    sums = torch.empty(values.shape[1:], dtype=values.dtype)
-    _C.cpu_ordered_sum(
-        _address(values), _address(sums), DTYPES[values.dtype], values.shape[0], sums.numel()
+    sums = values.new_empty(values.shape[1:])
+    arguments = (
+        _address(values),
+        _address(sums),
+        DTYPES[values.dtype],
+        values.shape[0],
+        sums.numel(),
     )
+    if _on_gpu(values):
+        _C.cuda_ordered_sum(*arguments, *_where(values))
+    else:
+        _C.cpu_ordered_sum(*arguments)
     return sums
 
 
@@ -278,9 +298,19 @@ def empty_gradient(like: Tensor) -> Tensor:
     """Fresh contiguous memory of a tensor's shape and dtype, in huge pages where possible."""
     out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     size = out.numel() * out.element_size()
-    if size >= _HUGE_PAGE_BYTES and not out.is_cuda:
+    if size >= _HUGE_PAGE_BYTES and out.device.type == "cpu":
         _C.cpu_advise_huge_pages(_address(out), size)
     return out
+
+
+def _empty_statistics(draft: Tensor, target: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for both rows' statistics ``[..., 3]`` and the sides of S ``[..., 2]``."""
+    real, leading = real_dtype(draft, target), draft.shape[:-1]
+    return (
+        draft.new_empty((*leading, 3), dtype=real),
+        draft.new_empty((*leading, 3), dtype=real),
+        draft.new_empty((*leading, 2), dtype=real),
+    )
 
 
 def _weighted(
@@ -291,21 +321,24 @@ def _weighted(
     *,
     ce_coefficient: Optional[Tensor] = None,
     l1_coefficient: Optional[Tensor] = None,
-    draft_statistics: Optional[Tensor] = None,
-    target_statistics: Optional[Tensor] = None,
-    sides: Optional[Tensor] = None,
+    statistics: tuple[Optional[Tensor], ...] = (None, None, None),
     gradient: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
+    on_gpu = _on_gpu(draft)
     real = real_dtype(draft, target)
     leading, columns = draft.shape[:-1], draft.shape[-1]
     ids, active = _prepare_ids(ids, active, columns)
     ce_coefficient = _contiguous(ce_coefficient, real)
     l1_coefficient = _contiguous(l1_coefficient, real)
-    ce = torch.empty(leading, dtype=real)
-    l1 = torch.empty(leading, dtype=real)
-    threads = torch.get_num_threads()
-    scratch = _scratch(threads * _C.cpu_weighted_scratch_bytes(columns, real == torch.float64))
-    _C.cpu_weighted(
+    ce = draft.new_empty(leading, dtype=real)
+    l1 = torch.empty_like(ce)
+    if on_gpu:
+        # The kernels leave alone what takes a target, and have statistics to note in any case.
+        if target is None:
+            l1.zero_()
+        if statistics[0] is None:
+            statistics = _empty_statistics(draft, target)
+    arguments = (
         _rows(draft),
         None if target is None else _rows(target),
         _address(ids),
@@ -314,13 +347,16 @@ def _weighted(
         _address(l1_coefficient),
         _address(ce),
         _address(l1),
-        _address(draft_statistics),
-        _address(target_statistics),
-        _address(sides),
+        *(_address(values) for values in statistics),
         None if gradient is None else _rows(gradient),
-        _address(scratch),
-        threads,
     )
+    if on_gpu:
+        scratch = _gpu_scratch(draft, target)
+        _C.cuda_weighted(*arguments, _address(scratch), *_where(draft))
+    else:
+        threads = torch.get_num_threads()
+        scratch = _scratch(threads * _C.cpu_weighted_scratch_bytes(columns, real == torch.float64))
+        _C.cpu_weighted(*arguments, _address(scratch), threads)
     return ce, l1
 
 
@@ -355,6 +391,22 @@ def _address(tensor: Optional[Tensor]) -> int:
             "pass a plain tensor (to_local() for a DTensor)"
         )
     return address
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _where(tensor: Tensor) -> tuple[int, int]:
+    """A device tensor's device and the stream that is current there, read at every call."""
+    stream = torch.cuda.current_stream(tensor.device)
+    return stream.device_index, stream.cuda_stream
+
+
+def _gpu_scratch(draft: Tensor, target: Optional[Tensor]) -> Tensor:
+    rows = _rows(draft), None if target is None else _rows(target)
+    size = _C.cuda_scratch_bytes(*rows, _where(draft)[0])
+    return draft.new_empty(size, dtype=torch.uint8)
 
 
 def _scratch(size: int) -> Tensor:

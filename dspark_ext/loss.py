@@ -453,7 +453,9 @@ def compute_dspark_loss(
     if grad_reduction not in ("mean", "sum"):
         raise ValueError(f"grad_reduction is {grad_reduction!r}; expected 'mean' or 'sum'")
     outputs, shard = _checked(outputs, l1_loss_alpha > 0, (tp_group, vocab_start, vocab_size))
-    use_kernel = _backend.uses_kernel(impl, outputs.draft_logits.device)
+    logits = (outputs.draft_logits, outputs.aligned_target_logits)
+    dtypes = [t.dtype for t in logits if t is not None]
+    use_kernel = _backend.uses_kernel(impl, outputs.draft_logits.device, *dtypes)
     ranks = data_parallel(process_group, None if shard is None else shard.group)
     world_size = ranks.size if grad_reduction == "mean" else 1
     weights = _weights(outputs, loss_decay_gamma)

@@ -294,7 +294,9 @@ def apply_upstream(
     """
     if upstream is None:
         return None
-    if dtype not in (None, gradient.dtype) or gradient.device.type != "cpu":
+    if dtype not in (None, gradient.dtype) or not _backend.has_kernels(
+        gradient.device, gradient.dtype
+    ):
         product = gradient.to(real_dtype(gradient)) * upstream
         return product.to(dtype or gradient.dtype)
     traced = torch.compiler.is_compiling() or type(gradient) is not Tensor
@@ -401,9 +403,9 @@ for _name, _body, _fake in (
     ("weighted_bwd_", _weighted_bwd_, lambda gradient, upstream: None),
 ):
     _LIBRARY.impl(_name, _body, "CPU")
+    if _backend.cuda_architectures() is not None:
+        _LIBRARY.impl(_name, _body, "CUDA")
     torch.library.register_fake(f"dspark_ext::{_name}", _fake, lib=_LIBRARY)
-if _backend.cuda_architectures() is not None:
-    _LIBRARY.impl("log_softmax_fwd", _log_softmax_fwd, "CUDA")
 
 for _name, _backward, _setup in (
     ("log_softmax_fwd", _log_softmax_bwd, _log_softmax_setup),

@@ -5,15 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dspark_ext import _backend
+
 
 def ordered_sum(values: Tensor) -> Tensor:
     """Sum over the first dimension in an order that follows from the shape alone.
 
     ``torch.sum`` splits its work by the number of threads, and with it the order of its
     additions. ``[M, ...] -> [...]``, float32 or float64, differentiable; the sum of no values is
-    0. One op on the host; elsewhere a balanced tree of elementwise additions.
+    0. One op where this build has kernels; elsewhere a balanced tree of elementwise additions.
     """
-    if values.device.type == "cpu":
+    if _backend.has_kernels(values.device):
         return torch.ops.dspark_ext.ordered_sum(values)
     count = values.shape[0]
     if count == 0:

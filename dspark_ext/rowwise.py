@@ -31,8 +31,9 @@ from dspark_ext.vocab_parallel import (
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Stand-ins for an id while a row is computed: its column lies on another rank; it is no column.
-_ELSEWHERE = -1
+# Stand-ins for an id while a row is computed: its column lies on another rank (the device kernels
+# know this number; any other one that is no column is a mistake to them); it is no column.
+_ELSEWHERE = torch.iinfo(torch.int64).min
 _NOWHERE = -2
 
 
@@ -117,7 +118,7 @@ def token_log_prob(
     logits, _, checked_ids, mask, shard = _checked(
         logits, None, ids, active, (tp_group, vocab_start, vocab_size), ("logits", "ids")
     )
-    if shard is None and _backend.uses_kernel(impl, logits.device):
+    if shard is None and _backend.uses_kernel(impl, logits.device, logits.dtype):
         return torch.ops.dspark_ext.log_softmax_fwd(logits, checked_ids, mask)[1]
     return -per_row(logits, None, checked_ids, mask, impl, shard)[0]
 
@@ -169,7 +170,8 @@ def per_row(
     gradient one after another, by kernel or in PyTorch.
     """
     target = None if target is None else target.detach()
-    use_kernel = _backend.uses_kernel(impl, draft.device)
+    dtypes = [t.dtype for t in (draft, target) if t is not None]
+    use_kernel = _backend.uses_kernel(impl, draft.device, *dtypes)
     if use_kernel and shard is None:
         return torch.ops.dspark_ext.ce_and_l1_fwd(draft, target, ids, active)[:2]
     if shard is not None and shard.columns < draft.shape[-1]:
