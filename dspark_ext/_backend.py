@@ -82,22 +82,27 @@ def has_kernels(device: torch.device, *dtypes: torch.dtype) -> bool:
         return True
     if device.type != "cuda" or cuda_architectures() is None or torch.float64 in dtypes:
         return False
-    return torch.compiler.is_compiling() or _runs_on_gpu(device.index)
+    return torch.compiler.is_compiling() or _supported(device.index)
 
 
-@functools.lru_cache(maxsize=None)
-def _runs_on_gpu(index: Optional[int]) -> bool:
+@functools.cache
+def _supported(index: Optional[int]) -> bool:
     """Whether a GPU is as new as the oldest architecture of this build; True without a GPU."""
     if not torch.cuda.is_available():
         return True
     major, minor = torch.cuda.get_device_capability(index)
-    lowest = min(int(re.match(r"\d+", name).group()) for name in cuda_architectures().split())
-    return 10 * major + minor >= lowest
+    built = [int(number) for number in re.findall(r"\d+", cuda_architectures() or "")]
+    return 10 * major + minor >= min(built)
 
 
 def cuda_architectures() -> Optional[str]:
     """The architectures the CUDA kernels were compiled for, or None without them."""
     return _C.cuda_architectures
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether the host's kernels take this tensor, and its values can be read for free."""
+    return tensor.device.type == "cpu"
 
 
 def checks_enabled() -> bool:
@@ -119,7 +124,7 @@ def refuse_ids(ids: Tensor, refused: Tensor, columns: str) -> None:
 
 def check_ids(ids: Tensor, active: Optional[Tensor], columns: int) -> None:
     """Refuses an active id that is no column; on the host, or where checks are asked for."""
-    if torch.compiler.is_compiling() or not (ids.device.type == "cpu" or checks_enabled()):
+    if torch.compiler.is_compiling() or not (on_host(ids) or checks_enabled()):
         return
     refused = ((ids < 0) | (ids >= columns)) & (ids != IGNORE_INDEX)
     refuse_ids(ids, refused if active is None else refused & active, str(columns))
@@ -141,13 +146,13 @@ def log_softmax(
         _address(statistics),
         _address(log_prob if ids is not None else None),
     )
-    if _on_gpu(logits):
-        scratch = _gpu_scratch(logits, None)
-        _C.cuda_log_softmax(*arguments, _address(scratch), *_where(logits))
-    else:
+    if on_host(logits):
         threads = torch.get_num_threads()
         scratch = _scratch(threads * _C.cpu_chunk_scratch_bytes(columns))
         _C.cpu_log_softmax(*arguments, _address(scratch), threads)
+    else:
+        scratch = _gpu_scratch(logits, None)
+        _C.cuda_log_softmax(*arguments, _address(scratch), *_where(logits))
     return statistics, log_prob
 
 
@@ -175,13 +180,13 @@ def l1_distance(
         _address(l1),
         _address(sides),
     )
-    if _on_gpu(draft):
-        scratch = _gpu_scratch(draft, target)
-        _C.cuda_l1_distance(*arguments, _address(scratch), *_where(draft))
-    else:
+    if on_host(draft):
         threads = torch.get_num_threads()
         scratch = _scratch(threads * _C.cpu_chunk_scratch_bytes(columns))
         _C.cpu_l1_distance(*arguments, _address(scratch), threads)
+    else:
+        scratch = _gpu_scratch(draft, target)
+        _C.cuda_l1_distance(*arguments, _address(scratch), *_where(draft))
     return l1, sides
 
 
@@ -220,10 +225,10 @@ def gradient(
         _address(l1_coefficient),
         _rows(out),
     )
-    if _on_gpu(draft):
-        _C.cuda_gradient(*arguments, *_where(draft))
-    else:
+    if on_host(draft):
         _C.cpu_gradient(*arguments, torch.get_num_threads())
+    else:
+        _C.cuda_gradient(*arguments, *_where(draft))
     return out
 
 
@@ -260,8 +265,7 @@ def weighted(
 
 def scale(source: Tensor, factor: Tensor, destination: Tensor) -> None:
     """``destination = source * factor`` with one rounding; contiguous, maybe the same tensor."""
-    on_gpu = _on_gpu(source)
-    wide = factor.dtype == torch.float64 and not on_gpu
+    wide = factor.dtype == torch.float64 and on_host(source)
     factor = factor.to(torch.float64 if wide else torch.float32)
     arguments = (
         _address(source),
@@ -270,10 +274,10 @@ def scale(source: Tensor, factor: Tensor, destination: Tensor) -> None:
         source.numel(),
         _address(factor),
     )
-    if on_gpu:
-        _C.cuda_scale(*arguments, *_where(source))
-    else:
+    if on_host(source):
         _C.cpu_scale(*arguments, DTYPES[factor.dtype], torch.get_num_threads())
+    else:
+        _C.cuda_scale(*arguments, *_where(source))
 
 
 def ordered_sum(values: Tensor) -> Tensor:
@@ -287,10 +291,10 @@ def ordered_sum(values: Tensor) -> Tensor:
         values.shape[0],
         sums.numel(),
     )
-    if _on_gpu(values):
-        _C.cuda_ordered_sum(*arguments, *_where(values))
-    else:
+    if on_host(values):
         _C.cpu_ordered_sum(*arguments)
+    else:
+        _C.cuda_ordered_sum(*arguments, *_where(values))
     return sums
 
 
@@ -298,7 +302,7 @@ def empty_gradient(like: Tensor) -> Tensor:
     """Fresh contiguous memory of a tensor's shape and dtype, in huge pages where possible."""
     out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     size = out.numel() * out.element_size()
-    if size >= _HUGE_PAGE_BYTES and out.device.type == "cpu":
+    if size >= _HUGE_PAGE_BYTES and on_host(out):
         _C.cpu_advise_huge_pages(_address(out), size)
     return out
 
@@ -321,10 +325,9 @@ def _weighted(
     *,
     ce_coefficient: Optional[Tensor] = None,
     l1_coefficient: Optional[Tensor] = None,
-    statistics: tuple[Optional[Tensor], ...] = (None, None, None),
+    statistics: Optional[tuple[Tensor, Tensor, Tensor]] = None,
     gradient: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
-    on_gpu = _on_gpu(draft)
     real = real_dtype(draft, target)
     leading, columns = draft.shape[:-1], draft.shape[-1]
     ids, active = _prepare_ids(ids, active, columns)
@@ -332,12 +335,13 @@ def _weighted(
     l1_coefficient = _contiguous(l1_coefficient, real)
     ce = draft.new_empty(leading, dtype=real)
     l1 = torch.empty_like(ce)
-    if on_gpu:
-        # The kernels leave alone what takes a target, and have statistics to note in any case.
+    if not on_host(draft):
+        # These kernels note statistics in any case, and leave alone what takes a target.
+        statistics = statistics or _empty_statistics(draft, target)
         if target is None:
-            l1.zero_()
-        if statistics[0] is None:
-            statistics = _empty_statistics(draft, target)
+            for values in (l1, *statistics[1:]):
+                values.zero_()
+    draft_statistics, target_statistics, sides = statistics or (None, None, None)
     arguments = (
         _rows(draft),
         None if target is None else _rows(target),
@@ -347,16 +351,18 @@ def _weighted(
         _address(l1_coefficient),
         _address(ce),
         _address(l1),
-        *(_address(values) for values in statistics),
+        _address(draft_statistics),
+        _address(target_statistics),
+        _address(sides),
         None if gradient is None else _rows(gradient),
     )
-    if on_gpu:
-        scratch = _gpu_scratch(draft, target)
-        _C.cuda_weighted(*arguments, _address(scratch), *_where(draft))
-    else:
+    if on_host(draft):
         threads = torch.get_num_threads()
         scratch = _scratch(threads * _C.cpu_weighted_scratch_bytes(columns, real == torch.float64))
         _C.cpu_weighted(*arguments, _address(scratch), threads)
+    else:
+        scratch = _gpu_scratch(draft, target)
+        _C.cuda_weighted(*arguments, _address(scratch), *_where(draft))
     return ce, l1
 
 
@@ -391,10 +397,6 @@ def _address(tensor: Optional[Tensor]) -> int:
             "pass a plain tensor (to_local() for a DTensor)"
         )
     return address
-
-
-def _on_gpu(tensor: Tensor) -> bool:
-    return tensor.is_cuda
 
 
 def _where(tensor: Tensor) -> tuple[int, int]:

@@ -354,7 +354,7 @@ def _refuse_nowhere(ids: Tensor, column: Tensor, active: Optional[Tensor], colum
     compiler traces. Elsewhere such a row is NaN."""
     if torch.compiler.is_compiling():
         return
-    if ids.device.type == "cpu" or _backend.checks_enabled():
+    if _backend.on_host(ids) or _backend.checks_enabled():
         nowhere = column == _NOWHERE
         _backend.refuse_ids(ids, nowhere if active is None else nowhere & active, columns)
 

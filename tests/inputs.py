@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch
 from torch import Tensor
@@ -34,6 +34,10 @@ class LabelledRows:
     target: Tensor
     ids: Tensor
     regimes: tuple[str, ...]
+
+    def to(self, device: Union[str, torch.device]) -> LabelledRows:
+        tensors = (t.to(device) for t in (self.draft, self.target, self.ids))
+        return LabelledRows(*tensors, self.regimes)
 
 
 def labelled_rows(

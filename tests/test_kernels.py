@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import oracle
 import pytest
 import torch
+from accuracy import OPS, PATHS, assert_accurate, bf16, case, f16, f32, f64, pair_name
 from conftest import TESTS, TOLERANCES, run_python
-from inputs import DTYPES, LabelledRows, labelled_rows, name_of, normal
+from inputs import DTYPES, labelled_rows, name_of, normal
 from torch import Tensor
 
-import dspark_ext
 from dspark_ext import _C
-
-OPS = torch.ops.dspark_ext
-f32, bf16, f16, f64 = DTYPES
 
 # Two columns; less than a vector; a block and one column more; two chunks and one column more;
 # an odd vocabulary over many chunks; SmolLM2's and Qwen2.5's.
@@ -39,107 +35,14 @@ PAIRS = (
 LEVELS = set(_C.cpu_available_levels().split())
 
 
-def pair_name(pair: tuple[torch.dtype, torch.dtype]) -> str:
-    return "-".join(name_of(dtype) for dtype in pair)
-
-
 # --- Accuracy ------------------------------------------------------------------------------------
-
-
-class Expected(NamedTuple):
-    ce: float
-    l1: float
-    ce_gradient: Tensor
-    l1_gradient: Tensor
-    mass: oracle.SignedMass
-    unresolved: Tensor  # columns where fp32 cannot know the sign of p - q
-    p: Tensor
-
-
-@functools.lru_cache(maxsize=2)
-def case(V: int, pair: tuple[torch.dtype, torch.dtype]) -> tuple[LabelledRows, list[Expected]]:
-    rows = labelled_rows(V, V, *pair)
-    epsilon = 2.0**-52 if f64 in pair else 2.0**-23
-    expected = []
-    for i, label in enumerate(rows.ids.tolist()):
-        draft, target = oracle.softmax(rows.draft[i]), oracle.softmax(rows.target[i])
-        expected.append(
-            Expected(
-                oracle.cross_entropy(draft, label),
-                oracle.l1_distance(draft, target),
-                oracle.cross_entropy_gradient(draft, label),
-                oracle.l1_gradient(draft, target),
-                oracle.signed_mass(draft, target),
-                oracle.unresolved(draft, target, epsilon),
-                draft.p,
-            )
-        )
-    return rows, expected
-
-
-def by_rows(rows: LabelledRows, a: Tensor, b: Tensor, impl: str) -> tuple[Tensor, Tensor, Tensor]:
-    draft = rows.draft.clone().requires_grad_()
-    ce, l1 = dspark_ext.ce_and_l1(draft, rows.target, rows.ids, impl=impl)
-    torch.autograd.backward((ce, l1), (a.to(ce), b.to(l1)))
-    return ce.detach(), l1.detach(), draft.grad
-
-
-def fused(rows: LabelledRows, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return OPS.weighted_fwd(rows.draft, rows.target, rows.ids, None, a, b, True)[1:]
-
-
-def fused_in_place(rows: LabelledRows, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    draft = rows.draft.clone()
-    _, ce, l1 = OPS.weighted_inplace_(draft, rows.target, rows.ids, None, a, b)
-    return ce, l1, draft
-
-
-PATHS = {
-    "recompute": functools.partial(by_rows, impl="kernel"),
-    "torch": functools.partial(by_rows, impl="torch"),
-    "fused": fused,
-    "in_place": fused_in_place,
-}
-
-
-def coefficients(rows: LabelledRows, a: float, b: float) -> tuple[Tensor, Tensor]:
-    """Different in each row; in fp16 with a loss scale, as fp16 training has."""
-    scale = 1024 if rows.draft.dtype == f16 else 1
-    real = f64 if rows.draft.dtype == f64 else f32
-    ramp = torch.linspace(1, 2, len(rows.draft), dtype=real) * scale
-    return ramp * a, ramp.flip(0) * b
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("pair", PAIRS, ids=pair_name)
 @pytest.mark.parametrize("V", COLUMNS)
 def test_accuracy_of_values_and_gradients(V, pair, path):
-    rows, expected = case(V, pair)
-    tolerance = TOLERANCES[pair[0]]
-    # The smallest step of a dtype is an absolute error that no relative one bounds.
-    floor = math.sqrt(V) * {f16: 2.0**-25}.get(pair[0], 2.0**-149)
-    for alpha, beta in ((1.0, 0.0), (0.0, 1.0), (0.3, 0.7)):
-        a, b = coefficients(rows, alpha, beta)
-        ce, l1, gradient = PATHS[path](rows, a, b)
-        assert gradient.dtype == pair[0]
-        assert ce.dtype == l1.dtype == (f64 if pair[0] == f64 else f32)
-        for i, row in enumerate(expected):
-            where = (
-                f"seed={V} V={V} {pair_name(pair)} row {i} ({rows.regimes[i]}) a={alpha} b={beta}"
-            )
-            ce_error = abs(float(ce[i]) - row.ce) / row.ce if row.ce else abs(float(ce[i]))
-            assert ce_error <= (tolerance.ce if row.ce >= 1e-3 else tolerance.small_ce), where
-            assert abs(float(l1[i]) - row.l1) <= tolerance.l1, where
-            a_i, b_i = float(a[i]), float(b[i])
-            reference = a_i * row.ce_gradient + b_i * row.l1_gradient
-            resolved = ~row.unresolved
-            # An unresolved column may carry any of the three signs; besides its own element it
-            # moves S, and with it every other one in proportion to p.
-            shift = 2 * b_i * float(row.p[row.unresolved].sum()) * float(row.p[resolved].norm())
-            error = float((gradient[i].double() - reference)[resolved].norm()) - shift - floor
-            assert error <= tolerance.gradient * float(reference.norm()), (
-                f"{where}: relative error {error / float(reference.norm()):.3e}"
-            )
+    assert_accurate(V, pair, path)
 
 
 def test_the_exclusion_rule_leaves_nearly_every_column():

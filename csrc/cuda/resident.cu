@@ -274,7 +274,7 @@ class Worker {
       compute(i, parity);
       parity ^= 1;
     }
-    for (; i < p_.rows; i += cluster_count()) leave_out(row_at(i));
+    for (; i < p_.rows; i += cluster_count()) leave_out(load_uniform(p_.order + i));
     // After its last exchange nothing is sent to a block any more, so that each leaves by itself.
   }
 
@@ -555,18 +555,24 @@ bool all_aligned(const Rows& rows) {
   return true;
 }
 
+// Of a block, so that kBlocks of them share a multiprocessor.
+int most_shared_bytes(const Device& device) {
+  return device.shared_bytes / kBlocks - kReservedBytes;
+}
+
 // Clusters that the current device holds at once, asked once for each kernel, device and shape.
 template <class... P>
-int resident_clusters(void (*kernel)(P...), const Shape& shape) {
+int resident_clusters(void (*kernel)(P...), const Shape& shape, const Device& device) {
   using Key = std::tuple<void (*)(P...), int, int, int>;
   static std::mutex mutex;
   static std::vector<std::pair<Key, int>> known;
-  const Key key{kernel, current_device().index, shape.cluster, shape.shared_bytes};
+  const Key key{kernel, device.index, shape.cluster, shape.shared_bytes};
   const std::lock_guard<std::mutex> lock(mutex);
   for (const auto& [other, clusters] : known) {
     if (other == key) return clusters;
   }
-  allow_large_clusters(kernel, shape.shared_bytes);
+  // One allowance for all shapes: a smaller one would take back a larger one's.
+  allow_large_clusters(kernel, most_shared_bytes(device));
   const int clusters = max_active_clusters(kernel, shape);
   known.emplace_back(key, clusters);
   return clusters;
@@ -576,7 +582,7 @@ template <class E, bool kGradient>
 bool launch_resident(const WeightedArgs& args, const ResidentPlan& plan, Stream stream) {
   const auto kernel = resident_kernel<E, kGradient>;
   Shape shape{static_cast<unsigned>(plan.cluster), 1, 1, kThreads, plan.shared_bytes, plan.cluster};
-  int64_t clusters = resident_clusters(kernel, shape);
+  int64_t clusters = resident_clusters(kernel, shape, current_device());
   if (clusters == 0) return false;
   if (clusters > args.draft->count()) clusters = args.draft->count();
   shape.x = static_cast<unsigned>(clusters * plan.cluster);
