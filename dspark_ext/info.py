@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -15,7 +16,7 @@ from typing import Any, Optional
 import torch
 
 import dspark_ext
-from dspark_ext import _C, _backend
+from dspark_ext import _C, _backend, integrations
 
 WIDTH = 80
 
@@ -72,6 +73,7 @@ def collect() -> dict[str, Any]:
             "devices": gpu_names(),
         },
         "auto": {"cpu": _auto("cpu"), "cuda": _auto("cuda")},
+        "trainers": [dataclasses.asdict(trainer) for trainer in integrations.available()],
         "environment": {name: os.environ.get(name) for name in _VARIABLES},
     }
 
@@ -135,6 +137,7 @@ def render(facts: dict[str, Any]) -> str:
         _line("GPU", _gpu_text(cuda)),
         _line('impl="auto"', f"on cpu: {facts['auto']['cpu']}"),
         _line("", f"on cuda: {facts['auto']['cuda']}"),
+        *_trainer_lines(facts["trainers"]),
         "",
         "environment",
     ]
@@ -199,6 +202,21 @@ def _gpu_text(cuda: dict[str, Any]) -> str:
     if cuda["torch_cuda"] is None:
         return "not visible: this torch is a build without CUDA"
     return f"not visible (torch is built for CUDA {cuda['torch_cuda']})"
+
+
+def _trainer_lines(trainers: list[dict[str, Any]]) -> list[str]:
+    """The installed trainers, those that can be patched first."""
+    if not trainers:
+        return [_line("trainers", "none of those that dspark_ext.integrations knows")]
+    texts = []
+    for trainer in sorted(trainers, key=lambda trainer: trainer["problem"] is not None):
+        name, problem = trainer["name"], trainer["problem"]
+        if problem is None:
+            version = f"{name} {trainer['version']}" if trainer["version"] else name
+            texts.append(f'{version}: integrations.patch("{name}")')
+        else:
+            texts.append(f"not {name}: {problem}")
+    return [_line("" if i else "trainers", text) for i, text in enumerate(texts)]
 
 
 def _short(path: str) -> str:
