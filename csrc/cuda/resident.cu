@@ -216,15 +216,68 @@ __device__ __forceinline__ float thread_maximum(const E* columns, int units) {
   return m;
 }
 
-// Exponentials of one unit and their sum.
-template <class E>
-__device__ __forceinline__ float exponentials(const Unit<E>& unit, float base,
-                                              float (&e)[kUnitColumns]) {
-  to_floats(unit, e);
+// exp(x - m) for the many x of a thread whose maximum is m, up to a factor that all of them share.
+//
+// One fused operation and one exponential each: 2^(x log2(e) + offset) with the offset rounded, so
+// that the result is relative to a number next to m. How far next to it is known exactly, and the
+// factor is applied to sums. Where m is so large that its rounding could leave the factor's range,
+// the difference is taken first and there is no factor.
+class Exponentials {
+ public:
+  __device__ explicit Exponentials(float maximum)
+      : fused_(all_in_warp(fabsf(shift(maximum)) <= kLargest)) {
+    const float m = shift(maximum);
+    anchor_ = fused_ ? -(m * kLog2E) : m;
+  }
+
+  __device__ float operator()(float x) const { return exp2_approximate(exponent(x)); }
+
+  // Of one unit, and their sum.
+  template <class E>
+  __device__ float operator()(const Unit<E>& unit, float (&e)[kUnitColumns]) const {
+    to_floats(unit, e);
+    if (fused_) {
 #pragma unroll
-  for (float& value : e) value = exponential(value, base);
-  return ((e[0] + e[1]) + (e[2] + e[3])) + ((e[4] + e[5]) + (e[6] + e[7]));
-}
+      for (float& value : e) value = fmaf(value, kLog2E, anchor_);
+    } else {
+#pragma unroll
+      for (float& value : e) value = (value - anchor_) * kLog2E;
+    }
+#pragma unroll
+    for (float& value : e) value = exp2_approximate(value);
+    return ((e[0] + e[1]) + (e[2] + e[3])) + ((e[4] + e[5]) + (e[6] + e[7]));
+  }
+
+  // What turns them into exp(x - m).
+  __device__ float factor(float maximum) const {
+    return fused_ ? exp2_approximate(-exponent(shift(maximum))) : 1.f;
+  }
+
+ private:
+  static constexpr float kLargest = 1 << 20;
+
+  __device__ float exponent(float x) const {
+    return fused_ ? fmaf(x, kLog2E, anchor_) : (x - anchor_) * kLog2E;
+  }
+
+  bool fused_;
+  float anchor_;
+};
+
+// Two factors with one of them, the larger, taken out: p - q is unit * (draft * e - target * f).
+// Equal factors are left as exactly 1, so that identical columns tie.
+struct Balance {
+  float unit, draft, target;
+
+  __device__ Balance(float draft_scale, float target_scale)
+      : unit(maximum(draft_scale, target_scale)) {
+    // A number whose reciprocal would overflow is lifted first; 0 has nothing to balance.
+    const float lift = unit < 0x1p-60f ? 0x1p60f : 1.f;
+    const float inverse = reciprocal(unit * lift);
+    draft = draft_scale == unit ? 1.f : draft_scale * lift * inverse;
+    target = target_scale == unit ? 1.f : target_scale * lift * inverse;
+  }
+};
 
 template <class E>
 __device__ __forceinline__ void store_unit(E* columns, int unit, const Unit<E>& values) {
@@ -327,7 +380,7 @@ class Worker {
     // Sweep A.
     const float draft_m = thread_maximum(draft_, units_);
     const float target_m = thread_maximum(target_, units_);
-    const float draft_base = shift(draft_m), target_base = shift(target_m);
+    const Exponentials draft_exp(draft_m), target_exp(target_m);
     float e[kOwnUnits][kUnitColumns];
     float f[kKept][kUnitColumns];
     Sums mine{draft_m, target_m, 0.f, 0.f};
@@ -336,11 +389,14 @@ class Worker {
     for (int k = kOwnUnits - 1; k >= 0; --k) {
       const int unit = thread_index() + k * kThreads;
       if (unit >= units_) continue;
-      mine.draft_s += exponentials(shared_unit(draft_, unit), draft_base, e[k]);
+      mine.draft_s += draft_exp(shared_unit(draft_, unit), e[k]);
       float taken[kUnitColumns];
-      mine.target_s +=
-          exponentials(shared_unit(target_, unit), target_base, k < kKept ? f[k] : taken);
+      mine.target_s += target_exp(shared_unit(target_, unit), k < kKept ? f[k] : taken);
     }
+    const float draft_factor = draft_exp.factor(draft_m);
+    const float target_factor = target_exp.factor(target_m);
+    mine.draft_s *= draft_factor;
+    mine.target_s *= target_factor;
 
     contribute(shared_.sums, reduce_sums(mine), shared_.exchanged[0]);
     mbarrier_wait(&shared_.exchanged[0], parity);
@@ -355,15 +411,20 @@ class Worker {
     const float draft_z = all.draft_m - all.draft_m + all.draft_s;
     const float target_z = all.target_m - all.target_m + all.target_s;
     const float shrink = exponential(draft_m, shift(all.draft_m));
-    const float draft_scale = shrink * reciprocal(draft_z);
-    const float target_scale = exponential(target_m, shift(all.target_m)) * reciprocal(target_z);
+    const float draft_scale = draft_factor * shrink * reciprocal(draft_z);
+    const float target_scale =
+        target_factor * exponential(target_m, shift(all.target_m)) * reciprocal(target_z);
 
     Others others{0.f, mine.draft_s * shrink};
-    if (draft_m == all.draft_m) others = without_maximum(e);
+    if (draft_m == all.draft_m) {
+      others = without_maximum(e, draft_exp(draft_m));
+      others.t *= draft_factor;
+    }
     contribute(shared_.others, reduce_parts(others), shared_.exchanged[1]);
 
     // Sweep B.
-    Distance distance{};
+    const Balance balance(draft_scale, target_scale);
+    Distance distance{};  // in units of the balance, of the draft's exponentials
     uint32_t ties[kMasks] = {};
 #pragma unroll
     for (int k = 0; k < kOwnUnits; ++k) {
@@ -374,36 +435,38 @@ class Worker {
 #pragma unroll
         for (int j = 0; j < kUnitColumns; ++j) q[j] = f[k][j];
       } else {
-        exponentials(shared_unit(target_, unit), target_base, q);
+        target_exp(shared_unit(target_, unit), q);
       }
       float nearest = kInfinity;  // of p and q
 #pragma unroll
       for (int j = 0; j < kUnitColumns; ++j) {
-        q[j] *= target_scale;
-        const float p = e[k][j] * draft_scale;
-        const float d = p - q[j];
-        distance.add(p, d);
+        const float d = fmaf(-q[j], balance.target, e[k][j] * balance.draft);
+        distance.add(e[k][j], d);
         nearest = minimum(nearest, fabsf(d));
         constexpr uint32_t kSign = 0x80000000u;
-        e[k][j] = float_of(bits_of(p) ^ (bits_of(d) & kSign));
+        e[k][j] = float_of(bits_of(e[k][j]) ^ (bits_of(d) & kSign));
       }
       if (nearest == 0.f) {
 #pragma unroll
         for (int j = 0; j < kUnitColumns; ++j) {
-          if (e[k][j] != q[j]) continue;  // a tie has the positive sign
+          // A tie has the positive sign.
+          if (fmaf(-q[j], balance.target, e[k][j] * balance.draft) != 0.f) continue;
           const int bit = k * kUnitColumns + j;
           ties[bit / kMaskBits] |= 1u << (bit % kMaskBits);
-          distance.tie += q[j];
+          distance.tie += e[k][j];
         }
       }
     }
+    distance.l1 *= balance.unit;
+    distance.above *= draft_scale;
+    distance.rest *= draft_scale;
+    distance.tie *= draft_scale;
     if (has(facts.label)) {
       // Formed as in the sweep, from the same numbers, so to the same bits.
       const int j = facts.label - first_column();
-      const float x = to_float(draft_[j]);
-      const float p = exponential(x, draft_base) * draft_scale;
-      const float q = exponential(to_float(target_[j]), target_base) * target_scale;
-      shared_.label = {x, p, p - q};
+      const float x = to_float(draft_[j]), own = draft_exp(x);
+      const float other = target_exp(to_float(target_[j]));
+      shared_.label = {x, own * draft_scale, fmaf(-other, balance.target, own * balance.draft)};
     }
 
     contribute(shared_.distances, reduce_parts(distance), shared_.exchanged[1]);
@@ -427,7 +490,7 @@ class Worker {
     if constexpr (kGradient) {
       const Slopes slopes(facts.a, facts.b, sides);
       E* out = row_of<E>(p_.gradient, facts.row) + first_column();
-      write_gradient(out, e, ties, slopes);
+      write_gradient(out, e, ties, slopes, draft_scale);
       if (has(facts.label)) {
         const Label& at = shared_.label;
         const float g = slopes.label_gradient(at.p, at.d, at.x == draft.m, draft);
@@ -440,15 +503,16 @@ class Worker {
     }
   }
 
-  // T of the thread that holds the row's maximum: what is 1 to the last bit counts as maximum.
-  __device__ Others without_maximum(const float (&e)[kOwnUnits][kUnitColumns]) const {
+  // T of the thread that holds the row's maximum, whose exponential is `top`: what is equal to it
+  // to the last bit counts as maximum.
+  __device__ Others without_maximum(const float (&e)[kOwnUnits][kUnitColumns], float top) const {
     Others result{0.f, 0.f};
 #pragma unroll
     for (int k = 0; k < kOwnUnits; ++k) {
       if (thread_index() + k * kThreads >= units_) break;
 #pragma unroll
       for (const float value : e[k]) {
-        if (value == 1.f) {
+        if (value == top) {
           result.c += 1.f;
         } else {
           result.t += value;
@@ -460,7 +524,10 @@ class Worker {
 
   // Sweep C.
   __device__ void write_gradient(E* out, float (&e)[kOwnUnits][kUnitColumns],
-                                 const uint32_t (&ties)[kMasks], const Slopes& slopes) const {
+                                 const uint32_t (&ties)[kMasks], const Slopes& slopes,
+                                 float scale) const {
+    const float above = slopes.above * scale, tie = slopes.tie * scale,
+                below = slopes.below * scale;
 #pragma unroll
     for (int k = 0; k < kOwnUnits; ++k) {
       const int unit = thread_index() + k * kThreads;
@@ -470,12 +537,12 @@ class Worker {
       float g[kUnitColumns];
 #pragma unroll
       for (int j = 0; j < kUnitColumns; ++j) {
-        g[j] = fabsf(e[k][j]) * (e[k][j] < 0.f ? slopes.below : slopes.above);
+        g[j] = fabsf(e[k][j]) * (e[k][j] < 0.f ? below : above);
       }
       if (tied != 0) {
 #pragma unroll
         for (int j = 0; j < kUnitColumns; ++j) {
-          if ((tied >> j & 1u) != 0) g[j] = fabsf(e[k][j]) * slopes.tie;
+          if ((tied >> j & 1u) != 0) g[j] = fabsf(e[k][j]) * tie;
         }
       }
       store_unit(out, unit, from_floats<E>(g));

@@ -108,6 +108,11 @@ inline T shuffle_up(T value, int distance, DSPARK_EMULATION_PLACE) {
   return shuffle_of(emulation::Primitive::kShuffleUp, value, distance, {file, line});
 }
 
+inline bool all_in_warp(bool condition, DSPARK_EMULATION_PLACE) {
+  int all = condition ? 1 : 0;
+  for (int mask = kWarp / 2; mask > 0; mask /= 2) all &= shuffle_xor(all, mask, file, line);
+  return all != 0;
+}
 inline void block_barrier(DSPARK_EMULATION_PLACE) { emulation::block_barrier({file, line}); }
 inline void cluster_arrive(DSPARK_EMULATION_PLACE) { emulation::cluster_arrive({file, line}); }
 inline void cluster_wait(DSPARK_EMULATION_PLACE) { emulation::cluster_wait({file, line}); }

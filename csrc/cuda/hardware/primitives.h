@@ -114,6 +114,11 @@ __device__ __forceinline__ T shuffle_up(T value, int distance) {
   return __shfl_up_sync(0xffffffffu, value, distance);
 }
 
+// Whether it holds in all 32 lanes; the compiler knows that they agree on the answer.
+__device__ __forceinline__ bool all_in_warp(bool condition) {
+  return __all_sync(0xffffffffu, condition) != 0;
+}
+
 __device__ __forceinline__ void block_barrier() { __syncthreads(); }
 
 // Writes of every thread before it arrives are visible to every thread after it has waited. Slow:
