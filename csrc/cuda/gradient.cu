@@ -15,15 +15,19 @@ struct GradientRow {
   float draft_scale, target_m, target_scale;
   Slopes slopes;
 
-  __device__ float p(float x) const { return exponential(x, draft.m) * draft_scale; }
-  __device__ float difference(float p, float t) const {
-    return kHasTarget ? p - exponential(t, target_m) * target_scale : 0.f;
-  }
   __device__ float element(float x, float t) const {
-    return slopes.gradient(p(x), difference(p(x), t));
+    const float p = probability(x);
+    return slopes.gradient(p, difference(p, t));
   }
   __device__ float label(float x, float t) const {
-    return slopes.label_gradient(p(x), difference(p(x), t), x == draft.m, draft);
+    const float p = probability(x);
+    return slopes.label_gradient(p, difference(p, t), x == draft.m, draft);
+  }
+
+ private:
+  __device__ float probability(float x) const { return exponential(x, draft.m) * draft_scale; }
+  __device__ float difference(float p, float t) const {
+    return kHasTarget ? p - exponential(t, target_m) * target_scale : 0.f;
   }
 };
 
