@@ -120,8 +120,10 @@ PYBIND11_MODULE(_C, m) {
 #ifdef DSPARK_HAVE_CUDA
   bind_cuda(m);
   m.attr("cuda_architectures") = DSPARK_CUDA_ARCHITECTURES;
+  m.attr("cuda_toolkit") = DSPARK_CUDA_TOOLKIT;
 #else
   m.attr("cuda_architectures") = py::none();
+  m.attr("cuda_toolkit") = py::none();
 #endif
   m.attr("compiler") = DSPARK_COMPILER;
 #if defined(_OPENMP)

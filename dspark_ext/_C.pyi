@@ -6,6 +6,7 @@ from typing import Optional
 compiler: str
 openmp: bool
 cuda_architectures: Optional[str]
+cuda_toolkit: Optional[str]
 
 class DType:
     float32: DType
