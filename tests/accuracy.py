@@ -7,6 +7,7 @@ import math
 from typing import NamedTuple, Union
 
 import oracle
+import pytest
 import torch
 from conftest import TOLERANCES
 from inputs import DTYPES, LabelledRows, labelled_rows, name_of
@@ -120,3 +121,18 @@ def assert_accurate(
             assert error <= tolerance.gradient * float(reference.norm()), (
                 f"{where}: relative error {error / float(reference.norm()):.3e}"
             )
+
+
+def assert_statistics(V: int, dtype: torch.dtype, device: Union[str, torch.device] = "cpu") -> None:
+    """What log_softmax gives for every regime: statistics, and a label's log-probability."""
+    rows = labelled_rows(V, V, dtype)
+    statistics, log_prob = OPS.log_softmax_fwd(rows.draft.to(device), rows.ids.to(device), None)
+    tolerance = TOLERANCES[dtype]
+    for i, (x, y) in enumerate(zip(rows.draft, rows.ids)):
+        expected = oracle.softmax(x)
+        m, c, t = statistics[i].tolist()
+        assert (m, c) == (expected.m, expected.c), rows.regimes[i]
+        assert t == pytest.approx(expected.t, rel=tolerance.ce), rows.regimes[i]
+        ce = oracle.cross_entropy(expected, int(y))
+        relative = tolerance.ce if ce >= 1e-3 else tolerance.small_ce
+        assert -float(log_prob[i]) == pytest.approx(ce, rel=relative, abs=0), rows.regimes[i]

@@ -60,6 +60,15 @@ def labelled_rows(
     return LabelledRows(draft, target, ids, tuple(rows))
 
 
+# Of [B, A, K, V] logits: the same values at other strides.
+LAYOUTS = {
+    "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "permuted": lambda x: x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+    "columns_of_a_wider_buffer": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+    "every_second_row": lambda x: x.repeat_interleave(2, 2)[:, :, ::2],
+}
+
+
 def outputs(
     seed: int = 0,
     shape: tuple[int, int, int, int] = (2, 3, 4, 33),

@@ -9,11 +9,11 @@ import mutate_cuda
 import oracle
 import pytest
 import torch
-from accuracy import OPS, PATHS, assert_accurate, bf16, f16, f32, pair_name
+from accuracy import OPS, PATHS, assert_accurate, assert_statistics, bf16, f16, f32, pair_name
 from conftest import TOLERANCES
 from emulated import MAX_CLUSTERS
 from gpu import emulator, gpu
-from inputs import labelled_rows, name_of, normal, outputs
+from inputs import LAYOUTS, labelled_rows, name_of, normal, outputs
 from torch import Tensor
 
 import dspark_ext
@@ -67,17 +67,7 @@ def test_accuracy_of_large_vocabularies_in_every_dtype(gpu, V, pair, path):
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("V", [7, 4097, 49152])
 def test_log_softmax_gives_statistics_and_log_probabilities(gpu, V, dtype):
-    rows = labelled_rows(V, V, dtype)
-    statistics, log_prob = OPS.log_softmax_fwd(*on(gpu, rows.draft, rows.ids), None)
-    tolerance = TOLERANCES[dtype]
-    for i, (x, y) in enumerate(zip(rows.draft, rows.ids)):
-        expected = oracle.softmax(x)
-        m, c, t = statistics[i].tolist()
-        assert (m, c) == (expected.m, expected.c), rows.regimes[i]
-        assert t == pytest.approx(expected.t, rel=tolerance.ce), rows.regimes[i]
-        ce = oracle.cross_entropy(expected, int(y))
-        relative = tolerance.ce if ce >= 1e-3 else tolerance.small_ce
-        assert -float(log_prob[i]) == pytest.approx(ce, rel=relative, abs=0), rows.regimes[i]
+    assert_statistics(V, dtype, gpu.device)
 
 
 @pytest.mark.parametrize("V", [151936, 49160])
@@ -303,13 +293,6 @@ def test_no_rows_launch_nothing(gpu):
 
 
 # --- Memory layout -------------------------------------------------------------------------------
-
-LAYOUTS = {
-    "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "permuted": lambda x: x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
-    "columns_of_a_wider_buffer": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
-    "every_second_row": lambda x: x.repeat_interleave(2, 2)[:, :, ::2],
-}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

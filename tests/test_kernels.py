@@ -9,9 +9,20 @@ from typing import Optional
 import oracle
 import pytest
 import torch
-from accuracy import OPS, PATHS, assert_accurate, bf16, case, f16, f32, f64, pair_name
+from accuracy import (
+    OPS,
+    PATHS,
+    assert_accurate,
+    assert_statistics,
+    bf16,
+    case,
+    f16,
+    f32,
+    f64,
+    pair_name,
+)
 from conftest import TESTS, TOLERANCES, run_python
-from inputs import DTYPES, labelled_rows, name_of, normal
+from inputs import DTYPES, LAYOUTS, labelled_rows, name_of, normal
 from torch import Tensor
 
 from dspark_ext import _C
@@ -69,17 +80,7 @@ def test_every_other_instruction_set_level_passes_these_tests(level):
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("V", COLUMNS)
 def test_log_softmax_gives_statistics_and_log_probabilities(V, dtype):
-    rows = labelled_rows(V, V, dtype)
-    statistics, log_prob = OPS.log_softmax_fwd(rows.draft, rows.ids, None)
-    tolerance = TOLERANCES[dtype]
-    for i, (x, y) in enumerate(zip(rows.draft, rows.ids)):
-        expected = oracle.softmax(x)
-        m, c, t = statistics[i].tolist()
-        assert (m, c) == (expected.m, expected.c), rows.regimes[i]
-        assert t == pytest.approx(expected.t, rel=tolerance.ce), rows.regimes[i]
-        ce = oracle.cross_entropy(expected, int(y))
-        relative = tolerance.ce if ce >= 1e-3 else tolerance.small_ce
-        assert -float(log_prob[i]) == pytest.approx(ce, rel=relative, abs=0), rows.regimes[i]
+    assert_statistics(V, dtype)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=pair_name)
@@ -178,14 +179,6 @@ def test_a_storage_offset_changes_no_bit(V, dtype, offset):
         all_results(rows.draft, rows.target, rows.ids),
         f"V={V} {dtype} offset={offset}",
     )
-
-
-LAYOUTS = {
-    "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "permuted": lambda x: x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
-    "columns_of_a_wider_buffer": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
-    "every_second_row": lambda x: x.repeat_interleave(2, 2)[:, :, ::2],
-}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
