@@ -1,9 +1,10 @@
 """The objective from hidden states: the output heads' logits exist a chunk of rows at a time.
 
-Per chunk of rows: the draft head's product into a buffer, the teacher's into another, one kernel
-visit that writes the gradient over the draft logits, and from there the gradients of hidden
-states, head and Markov factors. Each product is taken once, in the forward pass; backward only
-scales. Positions that are not supervised are left out before the first product.
+Per chunk of rows: the draft head's product and the teacher's into a buffer (as one product if
+they share the head), one kernel visit that writes the gradient over the draft logits, and from
+there the gradients of hidden states, head and Markov factors. Each product is taken once, in the
+forward pass; backward only scales. Positions that are not supervised are left out before the
+first product.
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ _MIN_ROWS_ELSEWHERE = 512
 
 # Columns of a low-precision gradient that are widened at a time to be accumulated in fp32.
 _WIDENED_COLUMNS = 8192
+
+# Columns of logits that a product on the CPU computes at a time, for each thread. A chunk's few
+# rows do not hide how a BLAS rearranges a whole head; it rearranges this much within the caches.
+_PRODUCT_COLUMNS = 4096
 
 
 @dataclasses.dataclass
@@ -152,7 +157,8 @@ def compute_dspark_linear_loss(
         _backend.check_ids(inputs.ids, inputs.eval_mask != 0, inputs.weight.shape[0])
     ranks = data_parallel(process_group, tp_group)
     world_size = ranks.size if grad_reduction == "mean" else 1
-    use_kernel = _backend.uses_kernel(impl, inputs.hidden.device)
+    dtypes = [inputs.dtype, *(t.dtype for t in (inputs.target_logits,) if t is not None)]
+    use_kernel = _backend.uses_kernel(impl, inputs.hidden.device, *dtypes)
     weights = _build_loss_weight_mask(
         eval_mask=inputs.eval_mask,
         block_size=inputs.eval_mask.shape[-1],
@@ -197,6 +203,7 @@ class _Inputs:
     block_keep_mask: Tensor
     confidence_pred: Optional[Tensor]
     dtype: torch.dtype  # of the products, and so of the logits
+    shares_head: bool  # the teacher's logits are the draft head's, bias included
 
     @property
     def has_teacher(self) -> bool:
@@ -242,6 +249,7 @@ def _checked(outputs: Any, wants_l1: bool, tp_group: Optional[ProcessGroup]) -> 
 
     target_hidden, target_logits = optional("target_hidden"), optional("aligned_target_logits")
     target_weight = target_bias = None
+    shares_head = False
     if target_hidden is not None and target_logits is not None:
         raise ValueError(
             "both target_hidden and aligned_target_logits are given; the teacher is one of them"
@@ -279,6 +287,7 @@ def _checked(outputs: Any, wants_l1: bool, tp_group: Optional[ProcessGroup]) -> 
             "target_lm_head_bias", optional("target_lm_head_bias"), columns, head, tp_group
         )
         target_bias = target_bias if own_bias is None else own_bias
+        shares_head = target_weight is weight and target_bias is bias
         target_weight = target_weight.detach()
         target_bias = None if target_bias is None else target_bias.detach()
     elif wants_l1 or confidence is not None:
@@ -331,6 +340,7 @@ def _checked(outputs: Any, wants_l1: bool, tp_group: Optional[ProcessGroup]) -> 
             target_lm_head_weight=target_weight,
             target_lm_head_bias=target_bias,
         ),
+        shares_head=shares_head,
     )
 
 
@@ -412,6 +422,7 @@ class _Options(NamedTuple):
     use_kernel: bool
     shard: Optional[VocabularyShard]
     chunk_rows: int
+    shares_head: bool  # of teacher and draft
     # Which gradients are wanted, in the order of the first five arguments of _LinearRows.
     wanted: tuple[bool, ...]
 
@@ -432,6 +443,7 @@ def _run(
         if inputs.target_logits is None
         else (inputs.target_logits, None, None)
     )
+    shares_head = inputs.shares_head and has_l1
     if not has_l1:
         teacher = target_weight = target_bias = None
     if shard is not None:  # rows of the heads past the vocabulary are padding
@@ -459,6 +471,7 @@ def _run(
         use_kernel,
         shard,
         chunk_rows or _default_chunk_rows(row_bytes, inputs.hidden.device.type, shard),
+        shares_head,
         wanted,
     )
     objective, ce, l1 = _LinearRows.apply(
@@ -512,8 +525,10 @@ class _LinearRows(torch.autograd.Function):
         differentiable = (hidden, weight, bias, markov_features, markov_weight)
         # The products below are taken in options.dtype, which already honours autocast.
         with torch.autocast(hidden.device.type, enabled=False):
+            if options.shares_head:
+                target_weight = target_bias = None  # or autocast would convert them again
             heads = _Heads(
-                options.softcap,
+                options,
                 weight.to(options.dtype),
                 *(
                     None if t is None else t.to(options.dtype)
@@ -606,47 +621,64 @@ class _Rows:
 
 
 class _Heads:
-    """Logits of a chunk from its hidden states, into buffers that every chunk reuses."""
+    """Logits of a chunk from its hidden states, in a buffer that every chunk reuses."""
 
     def __init__(
         self,
-        softcap: Optional[float],
+        options: _Options,
         weight: Tensor,
         bias: Optional[Tensor],
         markov_weight: Optional[Tensor],
         target_weight: Optional[Tensor],
         target_bias: Optional[Tensor],
     ) -> None:
-        self.softcap = softcap
+        self.softcap, self.shares_head = options.softcap, options.shares_head
         self.weight, self.bias, self.markov_weight = weight, bias, markov_weight
         self.target_weight, self.target_bias = target_weight, target_bias
 
     def buffer(self, rows: int) -> Tensor:
-        return self.weight.new_empty((rows, self.weight.shape[0]))
+        """Room for the logits of ``rows`` rows, the teacher's too if they are computed."""
+        computed = 1 + (self.shares_head or self.target_weight is not None)
+        return self.weight.new_empty((computed * rows, self.weight.shape[0]))
 
-    def draft(
-        self, hidden: Tensor, features: Optional[Tensor], out: Tensor
-    ) -> tuple[Tensor, Optional[Tensor]]:
-        """Draft logits in ``out``, and with a softcap the head's part of them in a copy."""
-        logits = self._product(hidden, self.weight, self.bias, out)
-        capped = None if self.softcap is None else logits.clone()
+    def logits(
+        self,
+        hidden: Tensor,
+        features: Optional[Tensor],
+        teacher: Optional[Tensor],
+        buffer: Tensor,
+    ) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
+        """The draft's logits, with a softcap a copy of the head's part of them, and the
+        teacher's, from its hidden states unless it has logits already."""
+        rows = hidden.shape[0]
+        own, others = buffer[:rows], buffer[rows : 2 * rows]
+        if self.shares_head and teacher is not None:
+            # One product, so that the head is read, and rearranged by a BLAS, once for both.
+            both = torch.cat([hidden, teacher.to(hidden.dtype)])
+            self._product(both, self.weight, self.bias, buffer[: 2 * rows])
+            teacher = others
+        else:
+            self._product(hidden, self.weight, self.bias, own)
+            if teacher is not None and self.target_weight is not None:
+                teacher = teacher.to(hidden.dtype)
+                teacher = self._product(teacher, self.target_weight, self.target_bias, others)
+        capped = None if self.softcap is None else own.clone()
         if features is not None and self.markov_weight is not None:
-            logits.addmm_(features, self.markov_weight.t())
-        return logits, capped
-
-    def teacher(self, rows: Tensor, out: Tensor) -> Tensor:
-        """The teacher's logits, in ``out`` if they have to be computed."""
-        if self.target_weight is None:
-            return rows
-        return self._product(rows.to(out.dtype), self.target_weight, self.target_bias, out)
+            own.addmm_(features, self.markov_weight.t())
+        return own, capped, teacher
 
     def _product(
         self, hidden: Tensor, weight: Tensor, bias: Optional[Tensor], out: Tensor
     ) -> Tensor:
-        if bias is None:
-            torch.mm(hidden, weight.t(), out=out)
-        else:
-            torch.addmm(bias, hidden, weight.t(), out=out)
+        step = max(weight.shape[0], 1)
+        if _on_wide_cpu(weight) and not torch.compiler.is_compiling():
+            step = _PRODUCT_COLUMNS * torch.get_num_threads()
+        for begin in range(0, weight.shape[0], step):
+            columns = slice(begin, begin + step)
+            if bias is None:
+                torch.mm(hidden, weight[columns].t(), out=out[:, columns])
+            else:
+                torch.addmm(bias[columns], hidden, weight[columns].t(), out=out[:, columns])
         if self.softcap is not None:
             out.div_(self.softcap).tanh_().mul_(self.softcap)
         return out
@@ -682,14 +714,14 @@ class _Gradients:
     ) -> None:
         """One chunk's gradient of the draft logits; ``gradient`` is overwritten."""
         if self.features is not None and heads.markov_weight is not None:
-            self.features[chunk] = (gradient @ heads.markov_weight).to(self.features.dtype)
+            self.features[chunk] = _back(gradient, heads.markov_weight).to(self.features.dtype)
         if self.markov_weight is not None and features is not None:
             _add_product(self.markov_weight, gradient, features)
         if capped is not None and heads.softcap is not None:
             # d(c tanh(z / c))/dz = 1 - tanh(z / c)^2
             gradient.mul_(capped.div_(heads.softcap).square_().neg_().add_(1))
         if self.hidden is not None:
-            self.hidden[chunk] = (gradient @ heads.weight).to(self.hidden.dtype)
+            self.hidden[chunk] = _back(gradient, heads.weight).to(self.hidden.dtype)
         if self.weight is not None:
             _add_product(self.weight, gradient, hidden)
         if self.bias is not None:
@@ -717,6 +749,19 @@ class _Gradients:
         return tuple(result)
 
 
+def _on_wide_cpu(weight: Tensor) -> bool:
+    """Whether a BLAS rearranges the second operand of a product, which then should be small.
+    The CPU's kernels for half precision do not gain from it."""
+    return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
+
+
+def _back(gradient: Tensor, weight: Tensor) -> Tensor:
+    """``gradient @ weight``, on the CPU with the few rows as the second operand."""
+    if _on_wide_cpu(weight):
+        return (weight.t() @ gradient.t()).t()
+    return gradient @ weight
+
+
 def _add_product(total: Tensor, gradient: Tensor, operand: Tensor) -> None:
     """``total += gradient.T @ operand`` without rounding a narrow product on the way."""
     if gradient.dtype == total.dtype:
@@ -740,18 +785,15 @@ def _chunks(
     ce = torch.zeros(rows.active.shape, dtype=result, device=rows.active.device)
     l1 = torch.zeros_like(ce)
     size = min(options.chunk_rows, rows.count)
-    draft_buffer = heads.buffer(size)
-    teacher_buffer = heads.buffer(size if heads.target_weight is not None else 0)
+    buffer = heads.buffer(size)
     for begin in range(0, rows.count, max(size, 1)):
         end = min(begin + size, rows.count)
         chunk = rows.chunk(begin, end)
         hidden = rows.operand(rows.hidden, chunk)
         features = rows.operand(rows.markov_features, chunk)
         assert hidden is not None
-        draft, capped = heads.draft(hidden, features, draft_buffer[: end - begin])
         teacher = rows.teacher_rows(chunk)
-        if teacher is not None:
-            teacher = heads.teacher(teacher, teacher_buffer[: end - begin])
+        draft, capped, teacher = heads.logits(hidden, features, teacher, buffer)
         a, b = (values[chunk] for values in coefficients)
         active = rows.active[chunk] if rows.masked else None
         ce[chunk], l1[chunk], gradient = _rows_and_gradient(

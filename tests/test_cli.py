@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from dspark_ext.__main__ import main
-from dspark_ext.bench import cli, contenders, memory, timing
-from dspark_ext.bench.contenders import CONTENDERS, Unavailable
+from dspark_ext.bench import cli, contenders, memory, peak, timing
+from dspark_ext.bench.contenders import CONTENDERS, LINEAR_CONTENDERS, Unavailable
 from dspark_ext.bench.problem import LOSS, Inputs, Problem
 
 TINY = ["bench", "--rows", "14", "--vocab", "500", "--rounds", "5"]
 FAST = ["--contenders", "ours", "torch", "chunked", "plain"]
+LINEAR = ["--linear", "--hidden", "16"]
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -68,6 +69,8 @@ def test_unknown_commands_and_options_exit_with_2(arguments, capsys):
     ("arguments", "message"),
     [
         (["--rows", "0"], "'0' is not a whole number of at least 1"),
+        (["--linear", "--hidden", "0"], "'0' is not a whole number of at least 1"),
+        (["--linear", "--head", "half"], "invalid choice: 'half'"),
         (["--vocab", "many"], "'many' is not a whole number"),
         (["--threads", "-1"], "'-1' is not a whole number"),
         (["--warm-up", "-1"], "'-1' is not a whole number of at least 0"),
@@ -90,6 +93,23 @@ def test_bench_explains_bad_arguments(arguments, message, capsys):
 def test_bench_refuses_an_in_place_gradient_in_evaluation(capsys):
     assert main([*TINY, "--evaluation", "--inplace"]) == 2
     assert "no gradient" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hidden", "16"], "--hidden and --head"),
+        (["--head", "frozen"], "--hidden and --head"),
+        (["--contenders", "logits"], "logits runs with --linear only"),
+        ([*LINEAR, "--contenders", "torch"], "torch runs without --linear only"),
+        ([*LINEAR, "--target-dtype", "bfloat16"], "leave --target-dtype"),
+        ([*LINEAR, "--head", "trained", "--evaluation"], "no gradient"),
+        ([*LINEAR, "--inplace", "--evaluation"], "no gradient"),
+    ],
+)
+def test_bench_refuses_options_of_the_other_start(arguments, message, capsys):
+    assert main([*TINY, *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -121,7 +141,7 @@ def test_info_json_has_the_facts(capsys):
     assert facts["torch"] == torch.__version__
     assert facts["cpu"]["threads"] == torch.get_num_threads()
     assert facts["cpu"]["level"] in facts["cpu"]["levels"]
-    assert facts["auto"]["cpu"] == "compiled kernel"
+    assert facts["auto"]["cpu"]["implementation"] == "compiled kernel"
     assert len(facts["cuda"]["devices"]) == torch.cuda.device_count()
     assert "DSPARK_EXT_CPU_LEVEL" in facts["environment"]
 
@@ -205,6 +225,44 @@ def test_bench_options_reach_the_problem(tmp_path, capsys):
     assert "no_grad" in text
 
 
+@pytest.mark.usefixtures("needs_tabulate")
+def test_bench_from_hidden_states_reports_every_contender(tmp_path, capsys):
+    report, text = bench_json(
+        tmp_path,
+        capsys,
+        *(*LINEAR, "--head", "trained", "--inplace", "--no-memory"),
+        *("--contenders", "logits", "chunked", "plain"),
+    )
+    assert (report["problem"]["hidden"], report["problem"]["train_head"]) == (16, True)
+    assert report["floor_flop"] == 4 * 2 * 14 * 500 * 16
+    assert report["product_gflop_per_s"] > 0
+    assert "hidden size 16, a trained head of 500 columns" in " ".join(text.split())
+    names = [contender["name"] for contender in report["contenders"]]
+    assert names == ["ours", "logits", "inplace", "chunked", "plain"]
+    for contender in report["contenders"]:
+        assert contender["status"] == "ok"
+        assert len(contender["times_ms"]) == 5
+        assert contender["floor_fraction"] > 0
+        if contender["name"] != "ours":
+            assert contender["agrees"] is True
+            assert contender["gradient_error"] <= 1e-3
+
+
+@pytest.mark.usefixtures("needs_tabulate")
+def test_bench_options_reach_the_problem_from_hidden_states(tmp_path, capsys):
+    report, text = bench_json(
+        tmp_path,
+        capsys,
+        *(*LINEAR, "--contenders", "plain", "--no-memory", "--evaluation"),
+        *("--dtype", "bfloat16", "--inactive", "0.5"),
+    )
+    assert report["problem"]["inactive_rows"] == 7
+    assert report["floor_flop"] == 2 * 2 * 7 * 500 * 16
+    assert [contender["gradient_error"] for contender in report["contenders"]] == [None, None]
+    assert report["contenders"][1]["agrees"] is True
+    assert "no_grad from hidden states" in " ".join(text.split())
+
+
 @on_linux
 @pytest.mark.usefixtures("needs_tabulate")
 def test_bench_measures_peak_memory_and_keeps_the_heap(tmp_path):
@@ -260,10 +318,42 @@ def test_a_contender_with_other_results_is_called_wrong(capsys, monkeypatch):
     assert "WRONG RESULTS: plain" in text
 
 
+def with_another_head_gradient(outputs: Any) -> torch.Tensor:
+    head = 1.01 * outputs.lm_head_weight - 0.01 * outputs.lm_head_weight.detach()
+    outputs = dataclasses.replace(outputs, lm_head_weight=head)
+    return contenders.plain_loss(contenders.materialised(outputs))
+
+
+def with_no_head_gradient(outputs: Any) -> torch.Tensor:
+    outputs = dataclasses.replace(outputs, lm_head_weight=outputs.lm_head_weight.detach())
+    return contenders.plain_loss(contenders.materialised(outputs))
+
+
+@pytest.mark.usefixtures("needs_tabulate")
+@pytest.mark.parametrize("loss", [with_another_head_gradient, with_no_head_gradient])
+def test_the_gradient_of_a_trained_head_is_compared_too(loss, capsys, monkeypatch):
+    monkeypatch.setitem(LINEAR_CONTENDERS, "plain", contenders.Contender("wrong", lambda: loss))
+    arguments = [*TINY, *LINEAR, "--no-memory", "--contenders", "plain"]
+    assert main([*arguments, "--head", "trained"]) == 1
+    assert "WRONG RESULTS: plain" in capsys.readouterr().out
+    assert main(arguments) == 0, "the gradient of the hidden states is right"
+
+
+@on_linux
+def test_from_hidden_states_ours_takes_less_memory_than_whole_logits():
+    problem = Problem(rows=896, vocab=20000, hidden=16)
+    threads = torch.get_num_threads()
+    peaks = {name: memory.peak_growth_mib(name, problem, threads) for name in ("ours", "logits")}
+    logits = 896 * 20000 * 4 / 2**20
+    assert peaks["logits"] > 2.9 * logits
+    assert peaks["ours"] < 1.1 * logits
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("needs_tabulate")
-def test_the_compiled_contender_agrees(tmp_path, capsys):
-    report, _ = bench_json(tmp_path, capsys, "--contenders", "compile")
+@pytest.mark.parametrize("start", [[], LINEAR], ids=["logits", "hidden states"])
+def test_the_compiled_contender_agrees(start, tmp_path, capsys):
+    report, _ = bench_json(tmp_path, capsys, *start, "--contenders", "compile")
     compiled = report["contenders"][1]
     assert compiled["status"] == "ok", compiled["reason"]
     assert compiled["agrees"] is True
@@ -306,6 +396,29 @@ def test_interrupting_a_benchmark_is_clean():
 )
 def test_floor_counts_each_logit_and_gradient_once(options, expected):
     assert Problem(rows=14, vocab=10, **options).floor_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 14 * 3),
+        ({"train_head": True}, 14 * 4),
+        ({"evaluation": True}, 14 * 2),
+        ({"inactive": 0.5}, 7 * 3),
+    ],
+)
+def test_floor_from_hidden_states_counts_each_product_of_active_rows(options, expected):
+    assert Problem(rows=14, vocab=10, hidden=6, **options).floor_flop == 2 * expected * 10 * 6
+
+
+@on_linux
+def test_the_growth_of_a_call_is_the_peak_of_what_it_allocates():
+    def call() -> None:
+        for _ in range(2):
+            torch.ones(16 << 20, dtype=torch.float32)
+
+    call()
+    assert 60 < peak.growth_mib(call, "cpu") < 80
 
 
 def test_inputs_are_reproducible_and_survive_an_in_place_step():
@@ -353,6 +466,62 @@ def test_an_absent_trainer_is_unavailable(monkeypatch):
     monkeypatch.setitem(sys.modules, "nemo_automodel", None)
     with pytest.raises(Unavailable, match="cannot be imported"):
         CONTENDERS["nemo"].build()
+
+
+def test_the_parts_of_liger_make_the_same_objective(monkeypatch):
+    """With stand-ins of its functions' signatures; cross-entropy overwrites its logits."""
+
+    def liger_cross_entropy(_input, target, reduction="mean"):
+        assert reduction == "none"
+        return torch.nn.functional.cross_entropy(_input, target, reduction=reduction)
+
+    def liger_tvd(input, target, shift_labels=None, reduction="mean"):
+        assert reduction == "none"
+        return 0.5 * (input - target).abs()
+
+    names = ["liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.functional"]
+    for name in names:
+        module = types.ModuleType(name)
+        module.__path__ = []
+        module.liger_cross_entropy, module.liger_tvd = liger_cross_entropy, liger_tvd
+        monkeypatch.setitem(sys.modules, name, module)
+    inputs = Inputs(Problem(rows=14, vocab=50))
+    expected = CONTENDERS["plain"].build()(inputs.outputs())
+    loss = CONTENDERS["liger"].build()(inputs.outputs())
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
+def test_an_absent_liger_is_unavailable(monkeypatch):
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(Unavailable, match="cannot be imported"):
+        CONTENDERS["liger"].build()
+
+
+def test_steps_of_a_gpu_are_timed_queued_and_apart(monkeypatch):
+    class Event:
+        clock = 0
+
+        def record(self):
+            Event.clock += 10
+            self.at = Event.clock
+
+        def elapsed_time(self, end):
+            return end.at - self.at
+
+    synchronised = []
+    monkeypatch.setattr(timing, "_event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronised.append)
+    steps = []
+
+    def loss(outputs):
+        assert not synchronised  # one wait, behind all of them
+        steps.append(outputs)
+        Event.clock += 100 if len(steps) == 1 else 1  # a slow first one does not count
+        return outputs.draft_logits.sum()
+
+    runner = timing.Runner(contenders.Contender("counts", lambda: loss), Inputs(Problem(7, 10)))
+    assert runner._queued() == 11
+    assert len(steps) == timing._QUEUED_STEPS and len(synchronised) == 1
 
 
 def _install_trainer(monkeypatch: pytest.MonkeyPatch, loss: Any) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
+import sys
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from dspark_ext.demo.drafter import Batch, Drafter, DrafterConfig, align, at
 K, VOCABULARY, WIDTH = 4, 50, 16
 
 
-def make_drafter(seed: int = 0) -> Drafter:
+def make_drafter(seed: int = 0, vocabulary: int = VOCABULARY, linear: bool = False) -> Drafter:
     """A tiny drafter in which nothing is zero, as it would be after some training."""
     torch.manual_seed(seed)
     config = DrafterConfig(
@@ -29,7 +32,7 @@ def make_drafter(seed: int = 0) -> Drafter:
         block_size=K,
         markov_rank=5,
     )
-    drafter = Drafter(config, torch.randn(VOCABULARY, WIDTH))
+    drafter = Drafter(config, torch.randn(vocabulary, WIDTH), linear)
     for parameter in drafter.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return drafter
@@ -158,6 +161,22 @@ def test_every_parameter_learns_and_the_shared_head_does_not():
     assert "head" not in dict(drafter.named_parameters())
 
 
+def test_from_hidden_states_the_loss_and_every_gradient_are_those_of_the_logits():
+    pytest.importorskip("tqdm")
+    from dspark_ext.demo.train import objective
+
+    losses, gradients = [], []
+    for linear in (False, True):
+        drafter = make_drafter(linear=linear)
+        loss, _ = objective(drafter(make_batch()), "auto")
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append({name: p.grad for name, p in drafter.named_parameters()})
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
 def test_anchors_are_distinct_places_with_text_on_both_sides_and_repeat_with_the_seed():
     pytest.importorskip("tqdm")
     from dspark_ext.demo.target import Cache
@@ -182,12 +201,11 @@ def test_anchors_are_distinct_places_with_text_on_both_sides_and_repeat_with_the
         assert drawn.min() >= 1 and drawn.max() <= length - 2
 
 
-def train_on_made_up_text(rank: int, ranks: int) -> list[float]:
-    """Eight steps of the real loop on random hidden states; the losses of all ranks together."""
+def made_up_text(vocabulary: int = VOCABULARY) -> tuple[Any, Any]:
+    """A target and a text that are random numbers."""
     from dspark_ext.demo.target import Cache, Target
-    from dspark_ext.demo.train import Settings, train
 
-    drafter = make_drafter()
+    drafter = make_drafter(vocabulary=vocabulary)
     target = Target(
         config=drafter.config,
         head=drafter.head,
@@ -196,23 +214,52 @@ def train_on_made_up_text(rank: int, ranks: int) -> list[float]:
     )
     generator = torch.Generator().manual_seed(5)
     cache = Cache(
-        input_ids=torch.randint(VOCABULARY, (9, 20), generator=generator),
+        input_ids=torch.randint(vocabulary, (9, 20), generator=generator),
         lengths=torch.randint(3, 21, (9,), generator=generator),
         features=torch.randn(9, 20, 3, WIDTH, generator=generator),
         last_hidden=torch.randn(9, 20, WIDTH, generator=generator),
     )
-    history = train(target, cache, cache, Settings(steps=8, anchors=3, evaluations=2))
+    return target, cache
+
+
+def train_on_made_up_text(rank: int, ranks: int, linear: bool) -> list[float]:
+    """Eight steps of the real loop on random hidden states; the losses of all ranks together."""
+    from dspark_ext.demo.train import Settings, train
+
+    target, cache = made_up_text()
+    settings = Settings(steps=8, anchors=3, evaluations=2, linear=linear)
+    history = train(target, cache, cache, settings)
     return [numbers["loss"] for numbers in history["steps"] + history["held_out"]]
 
 
-def test_ranks_that_share_a_batch_have_the_loss_curve_of_one_process():
+@pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden states"])
+def test_ranks_that_share_a_batch_have_the_loss_curve_of_one_process(linear):
     pytest.importorskip("tqdm")
     from process_groups import run_ranks
 
-    alone = train_on_made_up_text(0, 1)
+    alone = train_on_made_up_text(0, 1, linear)
     assert alone[7] < alone[0]
-    for losses in run_ranks(train_on_made_up_text, 2):
+    for losses in run_ranks(train_on_made_up_text, 2, linear):
         assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def test_hidden_states_have_the_loss_curve_of_logits():
+    pytest.importorskip("tqdm")
+    curves = [train_on_made_up_text(0, 1, linear) for linear in (False, True)]
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_pass_from_hidden_states_takes_less_memory_than_one_from_logits():
+    pytest.importorskip("tqdm")
+    from dspark_ext.demo.train import Settings, peak_memory_of_a_step
+
+    target, cache = made_up_text(vocabulary=30_000)
+    settings = Settings(windows=9, anchors=12)
+    growth = peak_memory_of_a_step(target, cache, settings)
+    logits = 9 * 12 * K * 30_000 * 4 / 2**20
+    assert growth["logits"] > 3 * logits
+    assert growth["logits"] - growth["hidden states"] > 0.8 * logits
 
 
 def test_no_paragraph_of_the_held_out_text_is_trained_on():
@@ -259,17 +306,41 @@ def small_text():
 
 
 @pytest.mark.demo
-def test_the_kernel_and_pytorch_train_alike(small_text):
+def test_the_kernel_and_pytorch_train_alike_and_so_do_hidden_states(small_text):
     from dspark_ext.demo.train import Settings, train
 
     torch.set_num_threads(2)  # the matrix products, not the loss, are what takes time here
     target, text, held_out = small_text
-    losses = {}
-    for impl in ("kernel", "torch"):
-        settings = Settings(steps=20, impl=impl, windows=2, anchors=6, evaluations=1)
-        losses[impl] = [step["loss"] for step in train(target, text, held_out, settings)["steps"]]
-    assert len(losses["kernel"]) == 20
-    assert losses["kernel"] == pytest.approx(losses["torch"], rel=1e-3)
+    losses = []
+    for impl, linear in (("kernel", False), ("torch", False), ("kernel", True)):
+        settings = Settings(steps=20, impl=impl, linear=linear, windows=2, anchors=6, evaluations=1)
+        losses.append([step["loss"] for step in train(target, text, held_out, settings)["steps"]])
+    assert len(losses[0]) == 20
+    for others in losses[1:]:
+        assert others == pytest.approx(losses[0], rel=1e-3)
+
+
+@pytest.mark.demo
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_run_from_hidden_states_prints_the_memory_of_both_ways(
+    small_text, tmp_path, monkeypatch, capsys
+):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("tabulate")
+    from dspark_ext.demo import cli, target
+
+    torch.set_num_threads(2)
+    monkeypatch.setattr(target, "prepare", lambda path: small_text)
+    assert cli.run(parsed("--linear", "--steps", "2", "--out", str(tmp_path))) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.replace(str(tmp_path), "").splitlines())) <= 80
+    hidden, logits = (
+        float(re.search(rf"from {way} +([0-9.]+) MiB", printed)[1])
+        for way in ("hidden states", "whole logits")
+    )
+    # Draft logits, the target's and the gradient, against what one chunk of rows takes.
+    assert logits - hidden > 40
+    assert len(json.loads((tmp_path / "history.json").read_text())["steps"]) == 2
 
 
 @pytest.mark.demo

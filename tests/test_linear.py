@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from conftest import relative_error, run_json
 from inputs import generator, name_of, normal
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from dspark_ext import (
@@ -27,6 +28,7 @@ from dspark_ext import (
     DSparkLinearOutput,
     compute_dspark_linear_loss,
     compute_dspark_loss,
+    linear,
 )
 
 f32, bf16, f16, f64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -321,6 +323,37 @@ def test_the_result_does_not_depend_on_the_chunks(chunk_rows, dtype, tolerance, 
     made = problem(dtype=dtype)
     actual = fused(made, impl=impl, chunk_rows=chunk_rows)
     assert_equal(actual, materialised(made), tolerance, f"chunk_rows={chunk_rows}")
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(f32, 1e-5), (f64, 1e-12)], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("teacher", ["own with bias", "tied", "contiguous"])
+def test_products_of_some_columns_at_a_time_give_all_logits(
+    teacher, dtype, tolerance, impl, monkeypatch
+):
+    monkeypatch.setattr(linear, "_PRODUCT_COLUMNS", 1)
+    for softcap, bias in ((None, False), (4.0, True)):
+        made = problem(FULL._replace(teacher=teacher, softcap=softcap, bias=bias), dtype)
+        actual = fused(made, impl=impl, chunk_rows=8)
+        assert_equal(actual, materialised(made), tolerance, f"softcap {softcap}, bias {bias}")
+
+
+@pytest.mark.parametrize("bias", [None, "the draft's", "its own"])
+def test_a_teacher_may_name_the_draft_head_with_any_bias(bias, impl):
+    made = problem(FULL._replace(teacher="tied"))
+    fresh = made.fresh()
+    draft_bias = fresh.leaves["bias"]
+    given = {None: None, "the draft's": draft_bias, "its own": normal(20, V).float()}[bias]
+    outputs = linear_output(
+        fresh, target_lm_head_weight=fresh.leaves["weight"], target_lm_head_bias=given
+    )
+    loss, terms = compute_dspark_linear_loss(
+        outputs=outputs, return_terms=True, impl=impl, **SETTINGS
+    )
+    actual = Result(loss.detach(), gradients_of(loss, fresh), terms)
+    made.constants["target_weight"] = made.leaves["weight"]
+    if given is not None:
+        made.constants["target_bias"] = given.detach()
+    assert_equal(actual, materialised(made), 1e-5, f"bias {bias}")
 
 
 @pytest.mark.parametrize("alphas", [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)])
@@ -801,6 +834,35 @@ def test_each_product_is_taken_once(case, confidence, l1_loss_alpha, products, a
     counted = Products(made, l1_loss_alpha=l1_loss_alpha, chunk_rows=7, impl=impl)
     assert counted.forward == pytest.approx(products * active, rel=1e-12)
     assert counted.backward == 0
+
+
+class HeadProducts(TorchDispatchMode):
+    """How many rows each product with a head ``[H, V]`` had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        shapes = [tuple(t.shape) for t in args if isinstance(t, Tensor) and t.dim() == 2]
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.rows += [left[0] for left, right in zip(shapes, shapes[1:]) if right == (H, V)]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_draft_and_teacher_take_one_product_with_a_head_they_share(bias, named, impl):
+    made = problem(FROZEN._replace(bias=bias))
+    made.constants["eval_mask"] = torch.ones(SHAPE, dtype=torch.bool)
+    changes = {}
+    if named:
+        changes["target_lm_head_weight"] = made.leaves["weight"]
+        changes["target_lm_head_bias"] = made.leaves.get("bias")
+    outputs = linear_output(made, **changes)
+    with HeadProducts() as products, torch.no_grad():
+        compute_dspark_linear_loss(outputs=outputs, impl=impl, chunk_rows=20, **SETTINGS)
+    assert products.rows == [40, 20]
 
 
 def test_only_the_products_of_gradients_that_are_wanted_are_taken(impl):

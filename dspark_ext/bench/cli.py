@@ -9,16 +9,18 @@ import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Optional
 
 import torch
 
-from dspark_ext.bench import memory, report, timing
-from dspark_ext.bench.contenders import CONTENDERS
+from dspark_ext.bench import memory, peak, report, timing
+from dspark_ext.bench.contenders import CONTENDERS, LINEAR_CONTENDERS, contenders_of
 from dspark_ext.bench.problem import DTYPES, Problem
 
-_DEFAULT_CONTENDERS = [name for name in CONTENDERS if name != "inplace"]
+_NAMES = list(dict.fromkeys([*CONTENDERS, *LINEAR_CONTENDERS]))
 _MIN_ROUNDS = 5
+_HIDDEN = 896
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +30,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--vocab", type=_positive, default=151936, help="columns (default 151936)")
     add("--dtype", choices=DTYPES, default="float32", help="of the draft logits")
     add("--target-dtype", choices=DTYPES, help="of the target logits (default: --dtype)")
+    add(
+        "--linear",
+        action="store_true",
+        help="start from hidden states and a head that draft and teacher share: "
+        "compute_dspark_linear_loss against head products and a loss on logits",
+    )
+    add(
+        "--hidden",
+        type=_positive,
+        metavar="WIDTH",
+        help=f"of the hidden states, with --linear (default {_HIDDEN})",
+    )
+    add(
+        "--head",
+        choices=("frozen", "trained"),
+        help="whether the head gets a gradient, with --linear (default frozen)",
+    )
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the logits live")
     add("--threads", type=_positive, help="default: torch's own choice")
     add("--rounds", type=_rounds, default=_MIN_ROUNDS, help=f"at least (and default) {_MIN_ROUNDS}")
@@ -50,9 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--contenders",
         nargs="+",
-        choices=CONTENDERS,
+        choices=_NAMES,
         metavar="NAME",
-        help=f"which to run besides ours: {' '.join(CONTENDERS)} (default: all but inplace)",
+        help=f"which to run besides ours: {' '.join(CONTENDERS)}, or with --linear "
+        f"{' '.join(LINEAR_CONTENDERS)} (default: all but inplace, and on a CPU liger)",
     )
     add(
         "--malloc",
@@ -64,6 +84,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-memory", action="store_true", help="do not measure peak memory")
     add("--seed", type=int, default=0, help="of the inputs (default 0)")
     add("--json", type=_new_file, metavar="FILE", help="also write the result as JSON")
+    add(
+        "--plot",
+        type=_new_file,
+        metavar="FILE",
+        help="also measure smaller vocabularies and fewer rows (a sixteenth and a quarter), and "
+        "draw time and memory against both (.png, .svg, .pdf)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,8 +112,13 @@ def run(args: argparse.Namespace) -> int:
         _reexecute_keeping_heap(args.command_line)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
+    plot = None if args.plot is None else _plot()
+    if args.plot is not None and plot is None:
+        return 1
+    problem = _problem(args)
+    problems = [problem] if plot is None else plot.sweep(problem)
     try:
-        result = _measure(args)
+        *smaller, result = [_measure(args, problem) for problem in problems]
     except (RuntimeError, ValueError, MemoryError) as error:
         timing.progress("")
         print(f"The benchmark could not run: {error}", file=sys.stderr)
@@ -95,12 +127,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         text = json.dumps(report.as_json(result), indent=2, allow_nan=False)
         args.json.write_text(text + "\n", encoding="utf-8")
-    return 1 if result.wrong() else 0
+    if plot is not None:
+        plot.save([*smaller, result], args.plot)
+        print(f"\nThe picture is in {args.plot}.")
+    return 1 if any(measured.wrong() for measured in (*smaller, result)) else 0
 
 
-def _measure(args: argparse.Namespace) -> report.Report:
-    """Peak memory first (what does not fit dies there, not here), then the race."""
-    problem = Problem(
+def _problem(args: argparse.Namespace) -> Problem:
+    return Problem(
         rows=args.rows,
         vocab=args.vocab,
         dtype=args.dtype,
@@ -109,9 +143,17 @@ def _measure(args: argparse.Namespace) -> report.Report:
         inactive=args.inactive,
         evaluation=args.evaluation,
         seed=args.seed,
+        hidden=(args.hidden or _HIDDEN) if args.linear else 0,
+        train_head=args.head == "trained",
     )
+
+
+def _measure(args: argparse.Namespace, problem: Problem) -> report.Report:
+    """Peak memory first (what does not fit dies there, not here), then the race."""
+    timing.progress(f"{problem.rows} rows x {problem.vocab} columns")
     machine = report.describe_machine(args.device, args.malloc)
-    results = {name: timing.Result(name, CONTENDERS[name].title) for name in _chosen(args)}
+    contenders = contenders_of(problem)
+    results = {name: timing.Result(name, contenders[name].title) for name in _chosen(args)}
     notes = [] if args.no_memory else _measure_memory(problem, results)
     timings = timing.race(problem, results, args.rounds, args.warm_up)
     return report.Report(
@@ -122,8 +164,8 @@ def _measure(args: argparse.Namespace) -> report.Report:
 def _measure_memory(problem: Problem, results: dict[str, timing.Result]) -> list[str]:
     """Fills in every contender's peak; notes for the report."""
     try:
-        memory.check_measurable(problem.device)
-    except memory.Unmeasurable as error:
+        peak.check_measurable(problem.device)
+    except peak.Unmeasurable as error:
         return [str(error)]
     for name, result in results.items():
         timing.progress(f"peak memory of {name}")
@@ -138,16 +180,31 @@ def _measure_memory(problem: Problem, results: dict[str, timing.Result]) -> list
 
 def _chosen(args: argparse.Namespace) -> list[str]:
     """The contenders' names in the table's order; ours is always among them."""
-    wanted = {"ours", *(args.contenders or _DEFAULT_CONTENDERS)}
+    known = LINEAR_CONTENDERS if args.linear else CONTENDERS
+    default = (
+        name
+        for name, contender in known.items()
+        if not contender.inplace and (args.device == "cuda" or not contender.gpu_only)
+    )
+    wanted = {"ours", *(args.contenders or default)}
     if args.inplace:
         wanted.add("inplace")
-    return [name for name in CONTENDERS if name in wanted]
+    return [name for name in known if name in wanted]
 
 
 def _complaint(args: argparse.Namespace) -> Optional[str]:
     """What is wrong with the options taken together, or None."""
     if args.evaluation and "inplace" in _chosen(args):
         return "--evaluation computes no gradient that could be written in place"
+    if args.evaluation and args.head == "trained":
+        return "--evaluation computes no gradient that a head could be trained with"
+    if not args.linear and (args.hidden or args.head):
+        return "--hidden and --head describe what --linear starts from"
+    if args.linear and args.target_dtype not in (None, args.dtype):
+        return "with --linear the teacher has the dtype of the head it shares; leave --target-dtype"
+    for name in args.contenders or []:
+        if name not in (LINEAR_CONTENDERS if args.linear else CONTENDERS):
+            return f"{name} runs {'without' if args.linear else 'with'} --linear only"
     if args.device == "cuda" and not torch.cuda.is_available():
         return "--device cuda, but torch sees no GPU here"
     if args.malloc == "keep" and platform.libc_ver()[0] != "glibc":
@@ -162,6 +219,20 @@ def _tabulate() -> Optional[Callable[..., str]]:
         return None
     function: Callable[..., str] = tabulate.tabulate
     return function
+
+
+def _plot() -> Optional[ModuleType]:
+    """The module that draws; None, with a word about it, without matplotlib."""
+    try:
+        from dspark_ext.bench import plot
+    except ImportError:
+        print(
+            "--plot draws with matplotlib, which is not installed here: "
+            "pip install 'dspark_ext[bench]'",
+            file=sys.stderr,
+        )
+        return None
+    return plot
 
 
 def _reexecute_keeping_heap(command_line: list[str]) -> None:

@@ -52,7 +52,9 @@ class Report:
 
     @property
     def floor_ms(self) -> float:
-        return self.problem.floor_bytes / self.timings.bandwidth * 1e3
+        problem = self.problem
+        floor = problem.floor_flop if problem.linear else problem.floor_bytes
+        return floor / self.timings.rate * 1e3
 
     @property
     def first_call_ratio(self) -> Optional[float]:
@@ -94,8 +96,7 @@ def as_json(report: Report) -> dict[str, Any]:
         },
         "rounds": report.rounds,
         "warm_up": report.warm_up,
-        "copy_gb_per_s": timings.bandwidth / 1e9,
-        "floor_bytes": report.problem.floor_bytes,
+        **_floor_json(report),
         "floor_ms": report.floor_ms,
         "first_call_ms": timings.first_call_ms,
         "second_call_ms": timings.second_call_ms,
@@ -104,6 +105,13 @@ def as_json(report: Report) -> dict[str, Any]:
         "contenders": [_result_json(report, result) for result in report.results],
         "notes": report.notes,
     }
+
+
+def _floor_json(report: Report) -> dict[str, Any]:
+    problem, rate = report.problem, report.timings.rate / 1e9
+    if problem.linear:
+        return {"product_gflop_per_s": rate, "floor_flop": problem.floor_flop}
+    return {"copy_gb_per_s": rate, "floor_bytes": problem.floor_bytes}
 
 
 def _result_json(report: Report, result: Result) -> dict[str, Any]:
@@ -147,30 +155,67 @@ def _machine_rows(machine: dict[str, Any]) -> list[tuple[str, Optional[str]]]:
 
 def _problem_rows(report: Report) -> list[tuple[str, Optional[str]]]:
     problem = report.problem
-    batch, anchors, block = problem.leading
     what = "evaluation, no_grad" if problem.evaluation else "forward + backward"
-    masked = f", {problem.inactive_rows} rows inactive" if problem.inactive_rows else ""
-    passes = "both logits read once"
-    if not problem.evaluation:
-        again = " and again in backward" if problem.dtype == "float16" else ""
-        passes += f"{again}, the gradient written once"
-    bandwidth = report.timings.bandwidth / 1e9
+    if problem.linear:
+        what += " from hidden states"
     return [
-        (
-            "inputs",
-            f"{problem.rows} rows x {problem.vocab} columns (B={batch} A={anchors} K={block}), "
-            f"draft {problem.dtype}, target {problem.target_dtype}{masked}",
-        ),
+        ("inputs", _inputs_text(problem)),
         (
             "step",
             f"{what}; contenders in turn, {report.rounds} rounds of {report.warm_up} untimed and "
             "1 timed",
         ),
-        ("copy", f"{bandwidth:.1f} GB/s read + written, measured in the same rounds"),
+        *(_product_rows(report) if problem.linear else _copy_rows(report)),
+    ]
+
+
+def _inputs_text(problem: Problem) -> str:
+    batch, anchors, block = problem.leading
+    shape = f"(B={batch} A={anchors} K={block})"
+    masked = f", {problem.inactive_rows} rows inactive" if problem.inactive_rows else ""
+    if problem.linear:
+        head = "trained" if problem.train_head else "frozen"
+        return (
+            f"{problem.rows} rows {shape}, hidden size {problem.hidden}, a {head} head of "
+            f"{problem.vocab} columns for draft and teacher, {problem.dtype}{masked}"
+        )
+    return (
+        f"{problem.rows} rows x {problem.vocab} columns {shape}, draft {problem.dtype}, "
+        f"target {problem.target_dtype}{masked}"
+    )
+
+
+def _copy_rows(report: Report) -> list[tuple[str, Optional[str]]]:
+    problem = report.problem
+    passes = "both logits read once"
+    if not problem.evaluation:
+        again = " and again in backward" if problem.dtype == "float16" else ""
+        passes += f"{again}, the gradient written once"
+    return [
+        (
+            "copy",
+            f"{report.timings.rate / 1e9:.1f} GB/s read + written, measured in the same rounds",
+        ),
         (
             "floor",
             f"{report.floor_ms:.2f} ms: {problem.floor_bytes / 2**20:.1f} MiB at that speed "
             f"({passes})",
+        ),
+    ]
+
+
+def _product_rows(report: Report) -> list[tuple[str, Optional[str]]]:
+    problem = report.problem
+    return [
+        (
+            "product",
+            f"{report.timings.rate / 1e9:.1f} GFLOP/s for all draft logits in one product, "
+            "measured in the same rounds",
+        ),
+        (
+            "floor",
+            f"{report.floor_ms:.2f} ms: {problem.products} products of the active rows with the "
+            "head at that speed",
         ),
     ]
 

@@ -9,13 +9,12 @@ import mmap
 import statistics
 import sys
 import time
-from typing import Callable, Optional
+from typing import Any, Callable, Optional
 
 import torch
 from torch import Tensor
 
-from dspark_ext import DSparkForwardOutput
-from dspark_ext.bench.contenders import CONTENDERS, Contender, LossFunction, Unavailable
+from dspark_ext.bench.contenders import Contender, LossFunction, Unavailable, contenders_of
 from dspark_ext.bench.problem import Inputs, Problem
 
 # Largest relative difference from ours at which two results count as the same.
@@ -24,6 +23,7 @@ TOLERANCES = {"float32": 1e-3, "float64": 1e-3, "float16": 5e-3, "bfloat16": 2e-
 _COPY_BYTES = 256 << 20  # far beyond any cache
 _COMPARE_ROWS = 64
 _REASON_LENGTH = 240
+_QUEUED_STEPS = 8
 
 
 @dataclasses.dataclass
@@ -33,7 +33,8 @@ class Result:
     Attributes:
         status: ``ok``, ``skipped`` (cannot run here) or ``failed``; ``reason`` says why.
         peak_mib: peak growth of memory over the inputs, None when unknown.
-        loss_error, gradient_error: relative (L2) difference from ours.
+        loss_error, gradient_error: relative (L2) difference from ours; of several gradients,
+            that of the one which differs most.
     """
 
     name: str
@@ -69,17 +70,21 @@ class Result:
 
 @dataclasses.dataclass
 class Timings:
-    """What the race found: the copy's times, and ours of the first two calls."""
+    """What the race found: the yardstick's times, and ours of the first two calls.
 
-    copy_bytes: int
-    copy_ms: list[float] = dataclasses.field(default_factory=list)
+    Attributes:
+        work: of one use of the yardstick: bytes read and bytes written, or operations.
+    """
+
+    work: int
+    yardstick_ms: list[float] = dataclasses.field(default_factory=list)
     first_call_ms: Optional[float] = None
     second_call_ms: Optional[float] = None
 
     @property
-    def bandwidth(self) -> float:
-        """Bytes read and bytes written per second by a copy, at the median."""
-        return 2 * self.copy_bytes / (statistics.median(self.copy_ms) / 1e3)
+    def rate(self) -> float:
+        """Work per second, at the median: the machine's speed at what bounds a step."""
+        return self.work / (statistics.median(self.yardstick_ms) / 1e3)
 
 
 class Runner:
@@ -106,7 +111,23 @@ class Runner:
         for _ in range(warm_up):
             self()
             self.clean()
-        return self()[1]
+        return self()[1] if self._inputs.draft.device.type != "cuda" else self._queued()
+
+    def _queued(self) -> float:
+        """Milliseconds of the median of several steps that a GPU finds queued one behind the other,
+        as in a training loop: what the host does for one happens while the one before runs."""
+        events = []
+        with torch.set_grad_enabled(not self._inputs.problem.evaluation):
+            for _ in range(_QUEUED_STEPS):
+                self.clean()
+                outputs = self._inputs.outputs()
+                begin, end = _event(), _event()
+                begin.record()
+                self._step(outputs)
+                end.record()
+                events.append((begin, end))
+        torch.cuda.synchronize(self._inputs.draft.device)
+        return statistics.median(begin.elapsed_time(end) for begin, end in events)
 
     def clean(self) -> None:
         """Undoes the step's effect on the inputs."""
@@ -114,7 +135,7 @@ class Runner:
         if self._inplace:
             self._inputs.restore()
 
-    def _step(self, outputs: DSparkForwardOutput) -> Tensor:
+    def _step(self, outputs: Any) -> Tensor:
         loss = self._loss(outputs)
         if loss.requires_grad:
             torch.autograd.backward(loss)
@@ -127,14 +148,18 @@ def timed(call: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, flo
         start = time.perf_counter()
         result = call()
         return result, (time.perf_counter() - start) * 1e3
-    event: Callable[..., torch.cuda.Event] = torch.cuda.Event
-    begin, end = event(enable_timing=True), event(enable_timing=True)
+    begin, end = _event(), _event()
     torch.cuda.synchronize(device)
     begin.record()
     result = call()
     end.record()
     end.synchronize()
     return result, float(begin.elapsed_time(end))
+
+
+def _event() -> torch.cuda.Event:
+    event: Callable[..., torch.cuda.Event] = torch.cuda.Event
+    return event(enable_timing=True)
 
 
 def race(problem: Problem, results: dict[str, Result], rounds: int, warm_up: int) -> Timings:
@@ -145,18 +170,16 @@ def race(problem: Problem, results: dict[str, Result], rounds: int, warm_up: int
     """
     progress("making the inputs")
     inputs = Inputs(problem)
-    # Written to, both of them: untouched zeros would be one page, read from the cache.
-    copy_from = torch.ones(_COPY_BYTES // 4, dtype=torch.float32, device=problem.device)
-    copy_to = copy_from.clone()
-    timings = Timings(_COPY_BYTES)
+    work, yardstick = _product(inputs) if problem.linear else _copy(problem.device)
+    timings = Timings(work)
     if problem.device == "cpu":
         _touch_memory(inputs.draft.nbytes)
     runners = _verified_runners(inputs, results, timings)
     for index in range(rounds):
         progress(f"round {index + 1} of {rounds}")
-        timings.copy_ms.append(timed(lambda: copy_to.copy_(copy_from), copy_to.device)[1])
+        timings.yardstick_ms.append(timed(yardstick, inputs.draft.device)[1])
         names = list(runners)
-        shift = index % len(names)  # so that nobody always follows the copy
+        shift = index % len(names)  # so that nobody always follows the yardstick
         for name in names[shift:] + names[:shift]:
             try:
                 results[name].times_ms.append(runners[name].turn(warm_up))
@@ -169,6 +192,22 @@ def race(problem: Problem, results: dict[str, Result], rounds: int, warm_up: int
                 del runners[name]
     progress("")
     return timings
+
+
+def _copy(device: str) -> tuple[int, Callable[[], Tensor]]:
+    """The yardstick of what memory bounds: bytes read and written, and the copy that does it."""
+    # Written to, both of them: untouched zeros would be one page, read from the cache.
+    copy_from = torch.ones(_COPY_BYTES // 4, dtype=torch.float32, device=device)
+    copy_to = copy_from.clone()
+    return 2 * _COPY_BYTES, lambda: copy_to.copy_(copy_from)
+
+
+def _product(inputs: Inputs) -> tuple[int, Callable[[], Tensor]]:
+    """The yardstick of what arithmetic bounds: operations, and the product for all logits."""
+    assert inputs.head is not None
+    hidden, head = inputs.draft.flatten(0, -2), inputs.head.detach().t()
+    out = hidden @ head
+    return 2 * hidden.numel() * head.shape[1], lambda: torch.mm(hidden, head, out=out)
 
 
 def _touch_memory(size: int) -> None:
@@ -187,20 +226,21 @@ def _verified_runners(
 ) -> dict[str, Runner]:
     """Runners of the contenders that work, each run once untimed (ours twice, first of all)."""
     progress("checking ours")
-    runners = {"ours": Runner(CONTENDERS["ours"], inputs)}
+    contenders = contenders_of(inputs.problem)
+    runners = {"ours": Runner(contenders["ours"], inputs)}
     _, timings.first_call_ms = runners["ours"]()
     loss, timings.second_call_ms = runners["ours"]()
-    gradient = inputs.gradient
+    gradients = inputs.gradients()
     for name, result in results.items():
         if name == "ours" or result.status != "ok":
             continue
         progress(f"checking {name}")
         try:
-            runners[name] = Runner(CONTENDERS[name], inputs)
+            runners[name] = Runner(contenders[name], inputs)
             other, _ = runners[name]()
             result.loss_error = relative_l2(other.reshape(1, 1), loss.reshape(1, 1))
-            if gradient is not None:
-                result.gradient_error = _gradient_error(inputs.gradient, gradient)
+            if gradients:
+                result.gradient_error = _gradient_error(inputs.gradients(), gradients)
         except Exception as error:
             result.fail(error)
         if name in runners:
@@ -211,11 +251,14 @@ def _verified_runners(
     return runners
 
 
-def _gradient_error(gradient: Optional[Tensor], reference: Tensor) -> float:
-    if gradient is None:
+def _gradient_error(gradients: dict[str, Tensor], references: dict[str, Tensor]) -> float:
+    """The largest error of any of them; infinite if one is missing."""
+    if gradients.keys() != references.keys():
         return math.inf
-    columns = reference.shape[-1]
-    return relative_l2(gradient.reshape(-1, columns), reference.reshape(-1, columns))
+    return max(
+        relative_l2(gradients[name].flatten(0, -2), reference.flatten(0, -2))
+        for name, reference in references.items()
+    )
 
 
 def relative_l2(value: Tensor, reference: Tensor) -> float:

@@ -25,6 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "built (default: %(default)s)",
     )
     parser.add_argument(
+        "--linear",
+        action="store_true",
+        help="compute the loss from hidden states, a few rows of logits at a time, and print the "
+        "memory that takes beside the whole logits' way",
+    )
+    parser.add_argument(
         "--steps", type=int, default=240, help="training steps (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
@@ -53,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
         os.environ["TQDM_DISABLE"] = "1"
 
     # Only now: these modules import the packages looked for above.
+    from dspark_ext.bench import peak
     from dspark_ext.demo import report, target, train
 
     path = target.target_file()
@@ -64,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         )
         return 1
 
-    settings = train.Settings(steps=args.steps, seed=args.seed, impl=args.impl)
+    settings = train.Settings(steps=args.steps, seed=args.seed, impl=args.impl, linear=args.linear)
     with (
         train.ranks_of_torchrun() as ranks,
         contextlib.redirect_stdout(io.StringIO() if rank > 0 else sys.stdout),
@@ -84,6 +91,12 @@ def run(args: argparse.Namespace) -> int:
             f"{int(held_out.lengths.sum()):,} held out.",
             flush=True,
         )
+        if settings.linear:
+            try:
+                growth = train.peak_memory_of_a_step(model, training_text, settings)
+                print(report.memory(growth), flush=True)
+            except peak.Unmeasurable as error:
+                print(error, flush=True)
         history = train.train(model, training_text, held_out, settings)
 
         print(f"\n{report.table(history)}\n")

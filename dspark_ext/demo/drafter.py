@@ -1,4 +1,5 @@
-"""A block-parallel drafter, and how the inputs of the DSpark loss are made.
+"""A block-parallel drafter, and how the inputs of the DSpark loss are made, as logits or as
+hidden states with the heads that are to be applied to them.
 
 At an anchor `i` the drafter knows the tokens up to `x_i` and the target's hidden states of the
 positions *before* `i`. (Decoding is in the same place: the target has just produced `x_i`, and
@@ -27,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dspark_ext import DSparkForwardOutput
+from dspark_ext import DSparkForwardOutput, DSparkLinearOutput
 
 
 @dataclass
@@ -89,19 +90,21 @@ def align(batch: Batch, block_size: int) -> tuple[Tensor, Tensor]:
 
 
 class Drafter(nn.Module):
-    """Proposes `K` tokens per anchor; `forward` returns what `compute_dspark_loss` takes."""
+    """Proposes `K` tokens per anchor; `forward` returns what `compute_dspark_loss` takes, or
+    `compute_dspark_linear_loss`."""
 
     head: Tensor
 
-    def __init__(self, config: DrafterConfig, head: Tensor) -> None:
+    def __init__(self, config: DrafterConfig, head: Tensor, linear: bool = False) -> None:
         """
         Args:
             config: sizes.
             head: [V, D], the target's head, shared and frozen. It serves as the token embedding
                 too, as in a target whose embedding and head are tied.
+            linear: whether hidden states are handed on, in place of logits.
         """
         super().__init__()
-        self.config = config
+        self.config, self.linear = config, linear
         vocabulary, width = head.shape
         self.register_buffer("head", head.detach(), persistent=False)
 
@@ -167,7 +170,7 @@ class Drafter(nn.Module):
             x = layer(x, context, mask, rotation)
         return self.norm(x).view(b, a, k, d)
 
-    def forward(self, batch: Batch) -> DSparkForwardOutput:
+    def forward(self, batch: Batch) -> DSparkForwardOutput | DSparkLinearOutput:
         """Everything the loss needs, for B windows of A anchors each."""
         positions, eval_mask = align(batch, self.config.block_size)
         tokens = at(batch.input_ids, positions)  # [B, A, K + 1]
@@ -175,19 +178,32 @@ class Drafter(nn.Module):
 
         hidden = self.hidden_states(batch)
         markov = self.markov_in(previous)  # [B, A, K, R]
+        teacher = at(batch.last_hidden, positions[..., :-1])
+        confidence_pred = self.confidence(torch.cat([hidden, markov], dim=-1)).squeeze(-1)
+        if self.linear:
+            return DSparkLinearOutput(
+                draft_hidden=hidden,
+                lm_head_weight=self.head,
+                target_ids=target_ids,
+                eval_mask=eval_mask,
+                block_keep_mask=batch.keep,
+                confidence_pred=confidence_pred,
+                markov_features=markov,
+                markov_weight=self.markov_out.weight,
+                target_hidden=teacher,
+            )
         # One [N, V] tensor, not two: the second product is added to the first in place.
         draft_logits = (hidden.flatten(0, 2) @ self.head.T).addmm_(
             markov.flatten(0, 2), self.markov_out.weight.T
         )
         with torch.no_grad():
-            teacher = at(batch.last_hidden, positions[..., :-1])
             aligned_target_logits = teacher @ self.head.T
         return DSparkForwardOutput(
             draft_logits=draft_logits.view(*target_ids.shape, -1),
             target_ids=target_ids,
             eval_mask=eval_mask,
             block_keep_mask=batch.keep,
-            confidence_pred=self.confidence(torch.cat([hidden, markov], dim=-1)).squeeze(-1),
+            confidence_pred=confidence_pred,
             aligned_target_logits=aligned_target_logits,
         )
 

@@ -52,6 +52,16 @@ def table(history: History) -> str:
     return f"{numbers}\n\n{NOTE}"
 
 
+def memory(growth: dict[str, float]) -> str:
+    """What a training step takes above what the run holds anyway, one way beside the other."""
+    logits, hidden = growth["logits"], growth["hidden states"]
+    return (
+        "Peak memory of a forward and backward pass, above what is in use before it:\n"
+        f"  from hidden states    {hidden:6.1f} MiB\n"
+        f"  from whole logits     {logits:6.1f} MiB"
+    )
+
+
 def write_history(history: History, folder: Path) -> Path:
     """Every step's and every evaluation's numbers."""
     path = folder / "history.json"

@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from dspark_ext import AcceptanceMeter, DSparkForwardOutput, compute_dspark_loss
+from dspark_ext import (
+    AcceptanceMeter,
+    DSparkForwardOutput,
+    DSparkLinearOutput,
+    compute_dspark_linear_loss,
+    compute_dspark_loss,
+)
+from dspark_ext.bench import peak
 from dspark_ext.demo.drafter import Batch, Drafter
 from dspark_ext.demo.target import Cache, Target
 
@@ -33,6 +40,8 @@ class Settings:
     steps: int = 240
     seed: int = 0
     impl: str = "auto"
+    linear: bool = False
+    """Whether the loss starts from hidden states: full logits are never made."""
     windows: int = 4
     """Windows of text per step, B."""
     anchors: int = 8
@@ -47,14 +56,17 @@ class Settings:
 
 
 def objective(
-    outputs: DSparkForwardOutput, impl: str, denominators: Tensor | None = None
+    outputs: DSparkForwardOutput | DSparkLinearOutput,
+    impl: str,
+    denominators: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss to differentiate, and the terms to log.
 
     The loss finds the ranks of a data-parallel run by itself and sums their denominators; given
     some, it asks no other rank.
     """
-    loss, terms = compute_dspark_loss(
+    linear = isinstance(outputs, DSparkLinearOutput)
+    loss, terms = (compute_dspark_linear_loss if linear else compute_dspark_loss)(
         outputs=outputs,
         loss_decay_gamma=LOSS_DECAY_GAMMA,
         ce_loss_alpha=CE_ALPHA,
@@ -140,10 +152,35 @@ def evaluate(drafter: Drafter, cache: Cache, impl: str, anchors: int = 16) -> di
     return meter.compute()
 
 
-def make_drafter(target: Target, seed: int) -> Drafter:
+def peak_memory_of_a_step(target: Target, cache: Cache, settings: Settings) -> dict[str, float]:
+    """MiB by which the run's first forward and backward pass raises the process's memory at its
+    peak, from "hidden states" and from "logits". The model it takes is let go again.
+
+    Raises:
+        peak.Unmeasurable: this system does not tell.
+    """
+    peak.check_measurable("cpu")
+    drafter = make_drafter(target, settings)
+    batch = next(training_batches(cache, settings))
+
+    def step() -> None:
+        # A denominator of its own: no rank waits for another within the measurement.
+        loss, _ = objective(drafter(batch), settings.impl, torch.ones(()))
+        loss.backward()
+
+    growth = {}
+    for name, linear in (("logits", False), ("hidden states", True)):
+        drafter.linear = linear
+        for _ in range(2):  # the first pass starts threads and loads what is loaded lazily
+            drafter.zero_grad()
+            growth[name] = peak.growth_mib(step, "cpu")
+    return growth
+
+
+def make_drafter(target: Target, settings: Settings) -> Drafter:
     """An untrained drafter for `target`."""
-    torch.manual_seed(seed)
-    drafter = Drafter(target.config, target.head)
+    torch.manual_seed(settings.seed)
+    drafter = Drafter(target.config, target.head, settings.linear)
     drafter.start_from(target.final_norm, target.last_layers)
     return drafter
 
@@ -165,7 +202,7 @@ def train(target: Target, cache: Cache, held_out: Cache, settings: Settings) -> 
         "steps", one dict of numbers per step, and "held_out", one per evaluation, of which the
         first is the untrained drafter's. Both carry "step", the steps taken before.
     """
-    drafter = make_drafter(target, settings.seed)
+    drafter = make_drafter(target, settings)
     rank, ranks = place()
     # The shared head is a buffer that never changes: nothing to broadcast before a step.
     model = DistributedDataParallel(drafter, broadcast_buffers=False) if ranks > 1 else drafter
