@@ -138,7 +138,7 @@ def log_softmax(
     leading, columns = logits.shape[:-1], logits.shape[-1]
     statistics = logits.new_empty((*leading, 3), dtype=real)
     log_prob = logits.new_empty(leading if ids is not None else (0,), dtype=real)
-    ids, active = _prepare_ids(ids, active, columns)
+    ids, active = _prepare_ids(ids, active, logits)
     arguments = (
         _rows(logits),
         _address(ids),
@@ -164,19 +164,21 @@ def l1_distance(
     active: Optional[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """``l1`` per row and the sides of S, ``[..., 2]``, from known statistics."""
+    _check_alike(draft, target)
     real = real_dtype(draft, target)
     leading, columns = draft.shape[:-1], draft.shape[-1]
     l1 = draft.new_empty(leading, dtype=real)
     sides = draft.new_empty((*leading, 2), dtype=real)
-    draft_statistics = draft_statistics.to(real).contiguous()
-    target_statistics = target_statistics.to(real).contiguous()
-    active = _contiguous(active, torch.bool)
+    # Named here so that converted copies live until the kernel has read them.
+    known = _contiguous(draft_statistics, real, (*leading, 3))
+    target_known = _contiguous(target_statistics, real, (*leading, 3))
+    active = _contiguous(active, torch.bool, leading)
     arguments = (
         _rows(draft),
         _rows(target),
         _address(active),
-        _address(draft_statistics),
-        _address(target_statistics),
+        _address(known),
+        _address(target_known),
         _address(l1),
         _address(sides),
     )
@@ -202,24 +204,25 @@ def gradient(
     sides: Optional[Tensor],
 ) -> Tensor:
     """Gradient of ``sum(a * ce + b * l1)`` in the draft's shape and dtype, contiguous."""
-    real = real_dtype(draft, target)
+    _check_alike(draft, target)
+    real, leading = real_dtype(draft, target), draft.shape[:-1]
     # Ids were checked in forward; in a shard, the columns of some lie elsewhere.
-    ids = _contiguous(ids, torch.int64)
-    active = _contiguous(active, torch.bool)
+    ids = _contiguous(ids, torch.int64, leading)
+    active = _contiguous(active, torch.bool, leading)
     out = empty_gradient(draft)
     # Named here so that converted copies live until the kernel has read them.
-    draft_statistics = draft_statistics.to(real).contiguous()
-    target_statistics = _contiguous(target_statistics, real)
-    ce_coefficient = _contiguous(ce_coefficient, real)
-    l1_coefficient = _contiguous(l1_coefficient, real)
-    sides = _contiguous(sides, real)
+    known = _contiguous(draft_statistics, real, (*leading, 3))
+    target_known = _contiguous(target_statistics, real, (*leading, 3))
+    ce_coefficient = _contiguous(ce_coefficient, real, leading)
+    l1_coefficient = _contiguous(l1_coefficient, real, leading)
+    sides = _contiguous(sides, real, (*leading, 2))
     arguments = (
         _rows(draft),
         None if target is None else _rows(target),
         _address(ids),
         _address(active),
-        _address(draft_statistics),
-        _address(target_statistics),
+        _address(known),
+        _address(target_known),
         _address(sides),
         _address(ce_coefficient),
         _address(l1_coefficient),
@@ -265,8 +268,9 @@ def weighted(
 
 def scale(source: Tensor, factor: Tensor, destination: Tensor) -> None:
     """``destination = source * factor`` with one rounding; contiguous, maybe the same tensor."""
+    _check_alike(source, destination)
     wide = factor.dtype == torch.float64 and on_host(source)
-    factor = factor.to(torch.float64 if wide else torch.float32)
+    factor = factor.to(torch.float64 if wide else torch.float32).reshape(())
     arguments = (
         _address(source),
         _address(destination),
@@ -282,6 +286,8 @@ def scale(source: Tensor, factor: Tensor, destination: Tensor) -> None:
 
 def ordered_sum(values: Tensor) -> Tensor:
     """Sum over the first dimension, ``[M, ...] -> [...]``, float32 or float64, in row order."""
+    if values.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"ordered_sum adds float32 or float64, not {values.dtype}")
     values = values.contiguous()
     sums = values.new_empty(values.shape[1:])
     arguments = (
@@ -328,11 +334,13 @@ def _weighted(
     statistics: Optional[tuple[Tensor, Tensor, Tensor]] = None,
     gradient: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
+    _check_alike(draft, target)
+    _check_alike(draft, gradient)
     real = real_dtype(draft, target)
     leading, columns = draft.shape[:-1], draft.shape[-1]
-    ids, active = _prepare_ids(ids, active, columns)
-    ce_coefficient = _contiguous(ce_coefficient, real)
-    l1_coefficient = _contiguous(l1_coefficient, real)
+    ids, active = _prepare_ids(ids, active, draft)
+    ce_coefficient = _contiguous(ce_coefficient, real, leading)
+    l1_coefficient = _contiguous(l1_coefficient, real, leading)
     ce = draft.new_empty(leading, dtype=real)
     l1 = torch.empty_like(ce)
     if not on_host(draft):
@@ -367,13 +375,13 @@ def _weighted(
 
 
 def _prepare_ids(
-    ids: Optional[Tensor], active: Optional[Tensor], columns: int
+    ids: Optional[Tensor], active: Optional[Tensor], logits: Tensor
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
     """Contiguous int64 ids and bool mask; on the host, ids are checked before a kernel runs."""
-    active = _contiguous(active, torch.bool)
-    ids = _contiguous(ids, torch.int64)
+    active = _contiguous(active, torch.bool, logits.shape[:-1])
+    ids = _contiguous(ids, torch.int64, logits.shape[:-1])
     if ids is not None:
-        check_ids(ids, active, columns)
+        check_ids(ids, active, logits.shape[-1])
     return ids, active
 
 
@@ -415,5 +423,22 @@ def _scratch(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8)
 
 
-def _contiguous(tensor: Optional[Tensor], dtype: torch.dtype) -> Optional[Tensor]:
-    return None if tensor is None else tensor.to(dtype).contiguous()
+def _contiguous(
+    tensor: Optional[Tensor], dtype: torch.dtype, shape: tuple[int, ...]
+) -> Optional[Tensor]:
+    """A per-row tensor as a kernel reads it; it has no bounds but the logits' to check against."""
+    if tensor is None:
+        return None
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} belongs to logits that imply {tuple(shape)}"
+        )
+    return tensor.to(dtype).contiguous()
+
+
+def _check_alike(draft: Tensor, other: Optional[Tensor]) -> None:
+    """Raises ValueError unless the two matrices have one shape."""
+    if other is not None and other.shape != draft.shape:
+        raise ValueError(
+            f"logits of shape {tuple(other.shape)} do not belong to logits of {tuple(draft.shape)}"
+        )

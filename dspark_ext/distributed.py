@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Optional, Sequence, Union
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Optional, Union
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dspark_ext._validate import MASK_DTYPES, check_same_device, check_tensor
 from dspark_ext.reduction import ordered_sum
 
 if TYPE_CHECKING:
@@ -34,6 +36,17 @@ class DataParallel:
         return collectives.wait_tensor(collectives.all_reduce(values.detach(), "sum", self.group))
 
 
+def check_group(name: str, group: object) -> None:
+    """Raises TypeError for what is neither a process group nor None, a DeviceMesh for example."""
+    if group is None or torch.compiler.is_compiling():
+        return
+    if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise TypeError(
+            f"{name} is a {type(group).__name__}; expected a torch.distributed.ProcessGroup that "
+            "this rank is a member of (of a DeviceMesh, mesh['dp'].get_group()), or None"
+        )
+
+
 def data_parallel(
     process_group: Optional[ProcessGroup], tp_group: Optional[ProcessGroup] = None
 ) -> DataParallel:
@@ -42,7 +55,9 @@ def data_parallel(
     Raises:
         ValueError: ``tp_group`` without ``process_group``, unless it is the whole world; which
             ranks see other data is then not known.
+        TypeError: what is no process group.
     """
+    check_group("process_group", process_group)
     if process_group is None:
         if not (dist.is_available() and dist.is_initialized()):
             return DataParallel(None, 1)
@@ -60,7 +75,7 @@ def data_parallel(
 
 
 def loss_denominators(
-    eval_masks: Union[Tensor, Sequence[Tensor]],
+    eval_masks: Union[Tensor, Iterable[Tensor]],
     loss_decay_gamma: Optional[float],
     process_group: Optional[ProcessGroup] = None,
 ) -> Tensor:
@@ -80,17 +95,26 @@ def loss_denominators(
         0-dim float32 tensor on the masks' device, without gradient.
 
     Raises:
-        ValueError: no mask at all, or one without a block dimension.
+        ValueError: no mask at all, one without a block dimension, or masks on two devices.
+        TypeError: what is no mask.
     """
     from dspark_ext.loss import _build_loss_weight_mask
 
+    if not isinstance(eval_masks, Iterable):
+        raise TypeError(
+            f"eval_masks is a {type(eval_masks).__name__}; expected a mask [B, A, K] or a list of "
+            "them"
+        )
     masks = [eval_masks] if isinstance(eval_masks, Tensor) else list(eval_masks)
     if not masks:
         raise ValueError("eval_masks is empty; expected the mask of at least one micro-batch")
     totals = []
-    for mask in masks:
+    for i, mask in enumerate(masks):
+        name = "eval_masks" if mask is eval_masks else f"eval_masks[{i}]"
+        check_tensor(name, mask, MASK_DTYPES)
+        check_same_device("eval_masks[0]", masks[0], **{name: mask})
         if mask.dim() == 0:
-            raise ValueError("an eval_mask is a scalar; expected [B, A, K]")
+            raise ValueError(f"{name} is a scalar; expected [B, A, K]")
         weights = _build_loss_weight_mask(
             eval_mask=mask,
             block_size=mask.shape[-1],

@@ -19,6 +19,7 @@ from dspark_ext import _backend, ops
 from dspark_ext._validate import (
     LOGIT_DTYPES,
     check_logits,
+    check_number,
     check_positions,
     check_same_device,
     check_same_shape,
@@ -146,8 +147,14 @@ def compute_dspark_linear_loss(
     """
     if grad_reduction not in ("mean", "sum"):
         raise ValueError(f"grad_reduction is {grad_reduction!r}; expected 'mean' or 'sum'")
-    if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(f"chunk_rows is {chunk_rows}; expected at least 1, or None")
+    if chunk_rows is not None:
+        if not isinstance(chunk_rows, int):
+            raise TypeError(f"chunk_rows is a {type(chunk_rows).__name__}; expected an int or None")
+        if chunk_rows < 1:
+            raise ValueError(f"chunk_rows is {chunk_rows}; expected at least 1, or None")
+    ce_loss_alpha = check_number("ce_loss_alpha", ce_loss_alpha)
+    l1_loss_alpha = check_number("l1_loss_alpha", l1_loss_alpha)
+    confidence_head_alpha = check_number("confidence_head_alpha", confidence_head_alpha)
     inputs = _checked(outputs, l1_loss_alpha > 0, tp_group)
     head = outputs.lm_head_weight
     if tp_group is not None and vocab_start is None and hasattr(head, "placements"):
@@ -297,6 +304,8 @@ def _checked(outputs: Any, wants_l1: bool, tp_group: Optional[ProcessGroup]) -> 
             "head is another) or aligned_target_logits"
         )
     softcap = optional("final_logit_softcap")
+    if softcap is not None:
+        softcap = check_number("final_logit_softcap", softcap)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"final_logit_softcap is {softcap}; expected a positive number or None")
     check_same_device(

@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from dspark_ext import _backend, ops
 from dspark_ext._validate import (
     LOGIT_DTYPES,
+    attribute,
     check_logits,
+    check_number,
     check_positions,
     check_same_device,
     check_same_shape,
@@ -79,8 +81,8 @@ def _checked(
 ) -> tuple[DSparkForwardOutput, Optional[VocabularyShard]]:
     """The outputs with every shape, dtype and device checked, logits ready for a kernel."""
     draft, target, vocabulary = split_dtensors(
-        outputs.draft_logits,
-        outputs.aligned_target_logits,
+        attribute(outputs, "draft_logits"),
+        attribute(outputs, "aligned_target_logits"),
         vocabulary,
         "draft_logits",
         "aligned_target_logits",
@@ -92,7 +94,7 @@ def _checked(
     leading = tuple(draft.shape[:-1])
     origin = f"draft_logits {tuple(draft.shape)}"
     ids, eval_mask, keep, confidence = check_positions(
-        outputs, outputs.confidence_pred, leading, origin
+        outputs, attribute(outputs, "confidence_pred"), leading, origin
     )
     if target is not None:
         target = check_logits("aligned_target_logits", target, sharded)
@@ -133,10 +135,14 @@ def _build_loss_weight_mask(
     ``gamma`` None or <= 0 means no decay.
     """
     weights = eval_mask.to(device=device, dtype=dtype)
+    if loss_decay_gamma is not None:
+        loss_decay_gamma = check_number("loss_decay_gamma", loss_decay_gamma, finite=False)
     if loss_decay_gamma is None or loss_decay_gamma <= 0:
         return weights
     position = torch.arange(block_size, device=device, dtype=dtype)
-    return weights * torch.exp(-position / loss_decay_gamma)
+    # A gamma that is 0 in ``dtype`` would make the first weight exp(0 / 0).
+    gamma = max(loss_decay_gamma, torch.finfo(dtype).tiny)
+    return weights * torch.exp(-position / gamma)
 
 
 def _l1_probability_distance_chunk(*, draft_logits: Tensor, target_logits: Tensor) -> Tensor:
@@ -445,13 +451,16 @@ def compute_dspark_loss(
     Raises:
         ValueError: shapes or devices that do not belong together; L1 or confidence wanted
             without target logits; an unknown option.
-        TypeError: an unsupported dtype or kind of tensor.
+        TypeError: an unsupported dtype or kind of tensor; a weight that is no number.
         IndexError: an id outside [0, V) other than -100 on an active row (host tensors).
         RuntimeError: ``inplace_grad`` on a leaf that requires grad or on overlapping memory;
             at backward, ``create_graph=True``.
     """
     if grad_reduction not in ("mean", "sum"):
         raise ValueError(f"grad_reduction is {grad_reduction!r}; expected 'mean' or 'sum'")
+    ce_loss_alpha = check_number("ce_loss_alpha", ce_loss_alpha)
+    l1_loss_alpha = check_number("l1_loss_alpha", l1_loss_alpha)
+    confidence_head_alpha = check_number("confidence_head_alpha", confidence_head_alpha)
     outputs, shard = _checked(outputs, l1_loss_alpha > 0, (tp_group, vocab_start, vocab_size))
     logits = (outputs.draft_logits, outputs.aligned_target_logits)
     dtypes = [t.dtype for t in logits if t is not None]
@@ -654,6 +663,8 @@ def _can_write_over(draft: Tensor, target: Optional[Tensor]) -> bool:
 def _has_overlap(tensor: Tensor) -> bool:
     """Whether two elements may share memory: sorted by stride, each dimension must step over
     the whole extent of the smaller ones."""
+    if tensor.numel() == 0:
+        return False
     extent = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
         if size > 1:

@@ -12,10 +12,12 @@ def ordered_sum(values: Tensor) -> Tensor:
     """Sum over the first dimension in an order that follows from the shape alone.
 
     ``torch.sum`` splits its work by the number of threads, and with it the order of its
-    additions. ``[M, ...] -> [...]``, float32 or float64, differentiable; the sum of no values is
-    0. One op where this build has kernels; elsewhere a balanced tree of elementwise additions.
+    additions. ``[M, ...] -> [...]``, differentiable; the sum of no values is 0. One op where this
+    build has kernels for the dtype, float32 or float64; elsewhere a balanced tree of elementwise
+    additions.
     """
-    if _backend.has_kernels(values.device):
+    has_kernel = values.dtype in (torch.float32, torch.float64)
+    if has_kernel and _backend.has_kernels(values.device):
         return torch.ops.dspark_ext.ordered_sum(values)
     count = values.shape[0]
     if count == 0:

@@ -10,8 +10,8 @@ from torch import Tensor
 import dspark_ext.ops  # noqa: F401  (registers the custom ops)
 from dspark_ext import _backend, reference
 from dspark_ext._validate import (
-    INTEGER_DTYPES,
     MASK_DTYPES,
+    check_ids,
     check_logits,
     check_same_device,
     check_same_shape,
@@ -78,6 +78,7 @@ def ce_and_l1(
         TypeError: an unsupported dtype or kind of tensor.
         IndexError: an id outside [0, V) other than -100 on an active row (host tensors).
     """
+    _refuse_none(target_logits=target_logits, target_ids=target_ids)
     draft, target, ids, mask, shard = _checked(
         draft_logits, target_logits, target_ids, active, (tp_group, vocab_start, vocab_size)
     )
@@ -95,6 +96,7 @@ def l1_distance(
     impl: str = "auto",
 ) -> Tensor:
     """L1 distance between the rows' distributions, ``[...]``; see :func:`ce_and_l1`."""
+    _refuse_none(target_logits=target_logits)
     draft, target, _, mask, shard = _checked(
         draft_logits, target_logits, None, active, (tp_group, vocab_start, vocab_size)
     )
@@ -115,12 +117,23 @@ def token_log_prob(
 
     Rows with id -100, and rows that are not active, give 0.
     """
+    _refuse_none(ids=ids)
     logits, _, checked_ids, mask, shard = _checked(
         logits, None, ids, active, (tp_group, vocab_start, vocab_size), ("logits", "ids")
     )
     if shard is None and _backend.uses_kernel(impl, logits.device, logits.dtype):
         return torch.ops.dspark_ext.log_softmax_fwd(logits, checked_ids, mask)[1]
     return -per_row(logits, None, checked_ids, mask, impl, shard)[0]
+
+
+def _refuse_none(**arguments: Optional[Tensor]) -> None:
+    """Raises ValueError for a tensor without which a function has nothing to compute."""
+    for name, value in arguments.items():
+        if value is None:
+            raise ValueError(
+                f"{name} is None; expected a tensor (token_log_prob needs no target_logits, "
+                "l1_distance no ids)"
+            )
 
 
 def _checked(
@@ -143,7 +156,7 @@ def _checked(
         target = check_logits("target_logits", target, sharded=vocabulary[0] is not None)
         check_target(draft, target, draft_name, "target_logits")
     if ids is not None:
-        check_tensor(ids_name, ids, INTEGER_DTYPES)
+        ids = check_ids(ids_name, ids)
         check_same_shape(ids_name, ids, leading, origin)
     if active is not None:
         check_tensor("active", active, MASK_DTYPES)
@@ -312,7 +325,7 @@ def _find_label(
     draft: Tensor, ids: Tensor, shard: Optional[VocabularyShard], real: torch.dtype
 ) -> _Label:
     columns = draft.shape[-1]
-    local = ids.to(torch.int64) - (0 if shard is None else shard.start)
+    local = ids - (0 if shard is None else shard.start)
     here = (local >= 0) & (local < columns)
     column = torch.where(here, local, _NOWHERE)
     column = torch.where(ids == reference.IGNORE_INDEX, reference.IGNORE_INDEX, column)

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dspark_ext.distributed import check_group
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -128,7 +130,9 @@ def find_shard(
 
     Raises:
         ValueError: ``vocab_start`` or ``vocab_size`` without ``tp_group``, or out of range.
+        TypeError: a ``tp_group`` that is no process group.
     """
+    check_group("tp_group", tp_group)
     for name, value in (("vocab_start", vocab_start), ("vocab_size", vocab_size)):
         if value is not None and tp_group is None:
             raise ValueError(

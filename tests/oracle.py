@@ -33,8 +33,11 @@ class Softmax(NamedTuple):
 
 
 def softmax(row: Tensor) -> Softmax:
+    """NaN throughout where the maximum is not finite: no logit is, or one is inf or NaN."""
     x = row.double()
     m = x.max()
+    if not m.isfinite():
+        return Softmax(x, math.nan, math.nan, math.nan, torch.full_like(x, math.nan))
     e = torch.exp(x - m)
     others = torch.where(x == m, torch.zeros_like(e), e)
     c, t = float((x == m).sum()), float(others.sum())

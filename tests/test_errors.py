@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fractions
 import math
 import re
+import types
 
+import numpy
 import pytest
 import torch
 from conftest import run_python
 from inputs import normal, outputs, replace
+from torch.autograd import forward_ad
 
 import dspark_ext
 from dspark_ext import (
@@ -19,6 +23,7 @@ from dspark_ext import (
     l1_distance,
     token_log_prob,
 )
+from dspark_ext.reduction import ordered_sum
 
 USUAL = {
     "loss_decay_gamma": 4.0,
@@ -105,6 +110,29 @@ def test_rows_check_their_ids_and_masks_too(impl):
         token_log_prob(draft, ids[..., 0], impl=impl)
 
 
+def test_rows_without_what_they_are_computed_from_are_refused(impl):
+    made = outputs()
+    draft, target, ids = made.draft_logits, made.aligned_target_logits, made.target_ids
+    with refused(ValueError, "target_logits", "None", "token_log_prob"):
+        ce_and_l1(draft, None, ids, impl=impl)
+    with refused(ValueError, "target_ids", "None", "l1_distance"):
+        ce_and_l1(draft, target, None, impl=impl)
+    with refused(ValueError, "target_logits", "None"):
+        l1_distance(draft, None, impl=impl)
+    with refused(ValueError, "ids", "None"):
+        token_log_prob(draft, None, impl=impl)
+
+
+@pytest.mark.parametrize("name", ["draft_logits", "target_ids", "block_keep_mask"])
+def test_outputs_without_an_attribute_are_refused_with_its_name(name):
+    made = vars(outputs())
+    with refused(AttributeError, "dict", "draft_logits", "SimpleNamespace"):
+        loss(made)
+    del made[name]
+    with refused(AttributeError, "SimpleNamespace", name, "DSparkForwardOutput"):
+        loss(types.SimpleNamespace(**made))
+
+
 # --- Dtypes and kinds of tensors -----------------------------------------------------------------
 
 
@@ -143,6 +171,62 @@ def test_sparse_logits_are_refused_with_the_way_to_dense_ones():
     made = outputs(requires_grad=False)
     with refused(TypeError, "draft_logits", "sparse", "to_dense()"):
         loss(replace(made, draft_logits=made.draft_logits.to_sparse()))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_logits_are_refused_with_the_way_to_padded_ones(layout):
+    parts = [torch.zeros(2, 5), torch.zeros(1, 5)]
+    with refused(TypeError, "draft_logits", "nested", "to_padded_tensor"):
+        l1_distance(torch.nested.nested_tensor(parts, layout=layout), torch.zeros(2, 5))
+
+
+@pytest.mark.parametrize("bytes_left", [0, 4])
+@pytest.mark.parametrize(
+    "name",
+    ["draft_logits", "target_ids", "eval_mask", "block_keep_mask", "aligned_target_logits"],
+)
+def test_memory_that_was_given_back_is_never_read(name, bytes_left, impl):
+    made = outputs(requires_grad=False)
+    gone = getattr(made, name).clone()
+    gone.untyped_storage().resize_(bytes_left)
+    with refused(ValueError, name, str(bytes_left), "given back"):
+        loss(replace(made, **{name: gone}), impl=impl)
+
+
+def test_a_view_that_reaches_past_its_storage_is_never_read(impl):
+    buffer = torch.zeros(40)
+    past = buffer[7:].view(3, 11)
+    assert l1_distance(past, past, impl=impl).tolist() == [0.0] * 3
+    buffer.untyped_storage().resize_(39 * 4)
+    with refused(ValueError, "draft_logits", "byte 160", "storage of 156"):
+        l1_distance(past, torch.zeros(3, 11), impl=impl)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_forward_mode_is_refused_and_never_a_silent_zero(impl):
+    x, t, ids = torch.randn(2, 5), torch.randn(2, 5), torch.tensor([0, 1])
+    functions = (
+        lambda x: l1_distance(x, t, impl=impl),
+        lambda x: token_log_prob(x, ids, impl=impl),
+        lambda x: ce_and_l1(x, t, ids, impl=impl)[0],
+    )
+    for function in functions:
+        with refused(RuntimeError, "logits", "forward-mode", "reverse mode"):
+            torch.func.jvp(function, (x,), (torch.ones_like(x),))
+    made = outputs(requires_grad=False)
+    with forward_ad.dual_level(), refused(RuntimeError, "draft_logits", "forward-mode"):
+        dual = forward_ad.make_dual(made.draft_logits, torch.ones_like(made.draft_logits))
+        loss(replace(made, draft_logits=dual), impl=impl)
+
+
+def test_weights_that_would_get_no_gradient_are_refused(impl):
+    made = outputs()
+    weights = made.eval_mask.float().requires_grad_()
+    with refused(ValueError, "eval_mask", "gradient", "detach()"):
+        loss(replace(made, eval_mask=weights), impl=impl)
+    with torch.no_grad():
+        assert torch.equal(loss(replace(made, eval_mask=weights), impl=impl), loss(made, impl=impl))
 
 
 @pytest.mark.parametrize("name", ["target_ids", "eval_mask", "aligned_target_logits"])
@@ -186,6 +270,17 @@ def test_an_id_outside_the_vocabulary_is_named_with_its_position(bad, impl):
         ce_and_l1(made.draft_logits, made.aligned_target_logits, made.target_ids, impl=impl)
     with refused(IndexError, *parts):
         token_log_prob(made.draft_logits, made.target_ids, impl=impl)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16], ids=str)
+def test_a_narrow_id_is_compared_by_its_value(dtype, impl):
+    # -100 and the vocabulary's size, in uint8, are 156 and 44; in int8 the size is 44 too.
+    V = 300
+    ids = torch.tensor([100, 43, 44, 45, 127] + [156, 200] * (dtype != torch.int8))
+    draft = normal(3, len(ids), V).float()
+    expected = token_log_prob(draft, ids, impl=impl)
+    assert (expected < 0).all()
+    assert torch.equal(token_log_prob(draft, ids.to(dtype), impl=impl), expected)
 
 
 def test_a_refused_id_leaves_logits_that_were_to_be_overwritten_alone():
@@ -272,6 +367,110 @@ def test_a_chunk_of_no_rows_is_refused():
         )
 
 
+NUMBERS = ("loss_decay_gamma", "ce_loss_alpha", "l1_loss_alpha", "confidence_head_alpha")
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_weight_that_is_no_number_is_refused(name, impl):
+    for wrong in ("0.5", [0.5], 1j, torch.tensor(0.5), torch.ones(4)):
+        with refused(TypeError, name, type(wrong).__name__, "expected a number"):
+            loss(outputs(), **{name: wrong}, impl=impl)
+    with refused(ValueError, name, "nan", "number"):
+        loss(outputs(), **{name: math.nan}, impl=impl)
+    if name != "loss_decay_gamma":
+        with refused(ValueError, name, "inf", "finite number"):
+            loss(outputs(), **{name: math.inf}, impl=impl)
+        with refused(TypeError, name, "NoneType", "expected a number"):
+            loss(outputs(), **{name: None}, impl=impl)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_every_kind_are_taken(name, impl):
+    made = outputs()
+    expected = loss(made, **{name: 2.0}, impl=impl)
+    for same in (2, numpy.float32(2), numpy.float64(2), numpy.int64(2), fractions.Fraction(2)):
+        assert torch.equal(loss(made, **{name: same}, impl=impl), expected)
+
+
+@pytest.mark.parametrize("gamma", [1e-320, 1e-46, 1e-39, 1e-3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_gamma_however_small_leaves_the_first_position_its_weight(gamma, dtype, impl):
+    made = outputs(5, dtype=dtype, keep=1.0)
+    first = replace(made, eval_mask=made.eval_mask.clone())
+    first.eval_mask[..., 1:] = False
+    _, terms = loss(made, loss_decay_gamma=gamma, return_terms=True, impl=impl)
+    _, expected = loss(first, loss_decay_gamma=None, return_terms=True, impl=impl)
+    for name in ("ce_loss", "l1_loss", "confidence_loss", "ce_loss_den"):
+        assert torch.equal(terms[name], expected[name]), name
+
+
+def test_what_is_no_process_group_is_refused_with_the_way_to_one():
+    made = outputs()
+    for wrong in (2, "dp", object()):
+        named = (type(wrong).__name__, "ProcessGroup", "get_group()")
+        with refused(TypeError, "process_group", *named):
+            loss(made, process_group=wrong)
+        with refused(TypeError, "tp_group", *named):
+            loss(made, tp_group=wrong)
+        with refused(TypeError, "tp_group", *named):
+            l1_distance(made.draft_logits, made.aligned_target_logits, tp_group=wrong)
+        with refused(TypeError, "process_group", *named):
+            dspark_ext.loss_denominators(made.eval_mask, 4.0, wrong)
+
+
+def test_denominators_of_what_is_no_mask_are_refused():
+    mask = torch.ones(2, 3, 4)
+    with refused(TypeError, "eval_masks", "NoneType", "list"):
+        dspark_ext.loss_denominators(None, 4.0)
+    with refused(TypeError, "eval_masks[1]", "list", "torch.Tensor"):
+        dspark_ext.loss_denominators([mask, [1.0]], 4.0)
+    with refused(TypeError, "eval_masks[1]", "complex64", "bool"):
+        dspark_ext.loss_denominators([mask, mask.to(torch.complex64)], 4.0)
+    with refused(ValueError, "eval_masks[1]", "meta", "cpu", "one device"):
+        dspark_ext.loss_denominators([mask, mask.to("meta")], 4.0)
+    window = (m for m in (mask, mask))
+    assert dspark_ext.loss_denominators(window, None) == 48
+
+
+def test_a_meter_refuses_what_are_no_terms_and_no_checkpoint():
+    _, terms = loss(outputs(), return_terms=True)
+    meter = dspark_ext.AcceptanceMeter(block_size=4)
+    meter.update(terms)
+    before = meter.compute()
+    with refused(TypeError, "terms", "NoneType", "return_terms=True"):
+        meter.update(None)
+    with refused(ValueError, "tau_den", "return_terms=True"):
+        meter.update({name: value for name, value in terms.items() if name != "tau_den"})
+    with refused(TypeError, "terms['tau_num']", "complex64"):
+        meter.update({**terms, "tau_num": terms["tau_num"].to(torch.complex64)})
+    with refused(ValueError, "terms['tau_num']", "(4,)", "()"):
+        meter.update({**terms, "tau_num": torch.ones(4)})
+    with refused(ValueError, "(5,)", "block_size=4"):
+        meter.update({**terms, "accept_rate_per_pos_den": torch.ones(5)})
+    state = meter.state_dict()
+    with refused(TypeError, "state", "list", "state_dict()"):
+        meter.load_state_dict([1.0])
+    with refused(ValueError, "checkpoint", "sums", "state_dict()"):
+        meter.load_state_dict({"block_size": 4})
+    with refused(ValueError, "sums", "(3,)", "block_size=4"):
+        meter.load_state_dict({**state, "sums": torch.zeros(3)})
+    with refused(TypeError, "block_size", "float", "int"):
+        dspark_ext.AcceptanceMeter(block_size=4.0)
+    assert meter.compute() == before
+
+
+def test_sums_of_every_dtype_are_sums():
+    # Weight masks and accept rates of the reference's functions may be of any.
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64):
+        values = torch.full((1000, 3), 2, dtype=dtype)
+        assert torch.equal(ordered_sum(values), torch.full((3,), 2000, dtype=dtype))
+    num, den = dspark_ext.loss._compute_local_l1_term(
+        l1_dist_per_token=torch.full((2, 3, 4), 0.5),
+        loss_weight_mask=torch.ones(2, 3, 4, dtype=torch.float16),
+    )
+    assert (num, den) == (12, 24)
+
+
 def test_denominators_of_no_mask_are_refused():
     with refused(ValueError, "eval_masks"):
         dspark_ext.loss_denominators([], 4.0)
@@ -312,3 +511,28 @@ def test_nan_is_an_answer_and_no_error(impl):
     draft = made.draft_logits.detach().clone()
     draft[0, 0, 0] = math.nan
     assert loss(replace(made, draft_logits=draft), impl=impl).isnan()
+
+
+OPS = torch.ops.dspark_ext
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, n: OPS.weighted_fwd(x, x[:2, :3], n.long(), None, n, n, True),
+        lambda x, n: OPS.weighted_fwd(x, x, n[:1].long(), None, n, n, True),
+        lambda x, n: OPS.weighted_fwd(x, x, n.long(), n[:2].bool(), n, n, True),
+        lambda x, n: OPS.weighted_fwd(x, x, n.long(), None, n[:3], n, True),
+        lambda x, n: OPS.weighted_inplace_(x, x, n.long(), None, n, n[:3]),
+        lambda x, n: OPS.log_softmax_fwd(x, n[:1].long(), None),
+        lambda x, n: OPS.l1_distance_fwd(x, x, n, n, None),
+        lambda x, n: OPS.ce_and_l1_fwd(x, x[:3], n.long(), None),
+        lambda x, n: OPS.ce_and_l1_bwd(n, None, x, None, n.long(), None, n, None, None),
+        lambda x, n: OPS.weighted_bwd(x, n[:0]),
+        lambda x, n: OPS.ordered_sum(x.half()),
+    ],
+)
+def test_the_ops_themselves_refuse_what_does_not_belong_together(call):
+    """They are not public, and still must not read where there is nothing."""
+    with pytest.raises((ValueError, TypeError, RuntimeError)):
+        call(torch.randn(500, 300), torch.ones(500))
