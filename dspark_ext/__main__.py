@@ -1,4 +1,4 @@
-"""The command line: ``python -m dspark_ext {info,bench,demo}``."""
+"""The command line: ``python -m dspark_ext {info,check,bench,demo}``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Optional
 # command: (module with add_arguments(parser) and run(args) -> int, one line of help)
 _COMMANDS = {
     "info": ("dspark_ext.info", "what was built and what will run"),
+    "check": ("dspark_ext.check", "is this build right, on the devices that are here"),
     "bench": ("dspark_ext.bench.cli", "side-by-side timings against PyTorch implementations"),
     "demo": ("dspark_ext.demo.cli", "train a real drafter on real text, on this CPU"),
 }

@@ -51,6 +51,12 @@ def run(args: argparse.Namespace) -> int:
 def collect() -> dict[str, Any]:
     """Everything that the report states, as plain values."""
     level, error = _cpu_level()
+    cuda: dict[str, Any] = {
+        "architectures": (_backend.cuda_architectures() or "").split() or None,
+        "toolkit": _C.cuda_toolkit,
+        "torch_cuda": torch.version.cuda,
+        "devices": gpu_names(),
+    }
     return {
         "dspark_ext": dspark_ext.__version__,
         "path": str(Path(dspark_ext.__file__).parent),
@@ -67,12 +73,9 @@ def collect() -> dict[str, Any]:
             "huge_pages": huge_pages(),
         },
         "openmp": {"built": bool(_C.openmp), "runtimes": openmp_runtimes()},
-        "cuda": {
-            "architectures": (_backend.cuda_architectures() or "").split() or None,
-            "torch_cuda": torch.version.cuda,
-            "devices": gpu_names(),
-        },
-        "auto": {"cpu": _auto("cpu"), "cuda": _auto("cuda")},
+        "cuda": cuda,
+        "auto": choices(),
+        "warnings": toolkit_warnings(cuda["toolkit"], cuda["torch_cuda"]),
         "trainers": [dataclasses.asdict(trainer) for trainer in integrations.available()],
         "environment": {name: os.environ.get(name) for name in _VARIABLES},
     }
@@ -121,6 +124,30 @@ def gpu_names() -> list[str]:
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
+def choices() -> dict[str, dict[str, str]]:
+    """What ``impl="auto"`` picks for each device of this machine, and why.
+
+    Without a GPU, ``cuda`` stands for what one would get.
+    """
+    gpus = [f"cuda:{index}" for index in range(len(gpu_names()))]
+    return {name: _choice(torch.device(name)) for name in ("cpu", *(gpus or ["cuda"]))}
+
+
+def toolkit_warnings(toolkit: Optional[str], torch_cuda: Optional[str]) -> list[str]:
+    """A warning where the kernels and torch come from CUDA toolkits of two major versions."""
+    if toolkit is None or torch_cuda is None:
+        return []
+    majors = [version.split(".")[0] for version in (toolkit, torch_cuda)]
+    if majors[0] == majors[1]:
+        return []
+    return [
+        f"the CUDA kernels were built with toolkit {toolkit}, and torch with CUDA {torch_cuda}. "
+        "Each brings a runtime of its own, and the driver has to be new enough for both. Where "
+        f"kernels fail to start, install dspark_ext again with an nvcc of CUDA {majors[1]} first "
+        "on PATH"
+    ]
+
+
 def render(facts: dict[str, Any]) -> str:
     """The report as text of at most 80 columns."""
     cpu, cuda = facts["cpu"], facts["cuda"]
@@ -133,11 +160,11 @@ def render(facts: dict[str, Any]) -> str:
         _line("threads", f"{cpu['threads']} (torch.get_num_threads())"),
         _line("huge pages", _huge_pages_text(cpu["huge_pages"])),
         _line("OpenMP", _openmp_text(facts["openmp"])),
-        _line("CUDA kernels", _cuda_kernels_text(cuda["architectures"])),
+        _line("CUDA kernels", _cuda_kernels_text(cuda["architectures"], cuda["toolkit"])),
         _line("GPU", _gpu_text(cuda)),
-        _line('impl="auto"', f"on cpu: {facts['auto']['cpu']}"),
-        _line("", f"on cuda: {facts['auto']['cuda']}"),
+        *_choice_lines(facts["auto"]),
         *_trainer_lines(facts["trainers"]),
+        *(_line("WARNING", text) for text in facts["warnings"]),
         "",
         "environment",
     ]
@@ -155,12 +182,36 @@ def _cpu_level() -> tuple[Optional[str], Optional[str]]:
         return None, str(error)
 
 
-def _auto(device: str) -> str:
-    """What ``impl="auto"`` means for a device type."""
+def _choice(device: torch.device) -> dict[str, str]:
+    """What ``impl="auto"`` picks for a device, and why."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        kernel = _backend.uses_kernel("auto", torch.device(device))
-    return "compiled kernel" if kernel else "chunked PyTorch path"
+        kernel = _backend.uses_kernel("auto", device)
+    implementation = "compiled kernel" if kernel else "chunked PyTorch path"
+    return {"implementation": implementation, "because": _reason(device, kernel)}
+
+
+def _reason(device: torch.device, kernel: bool) -> str:
+    if device.type == "cpu":
+        return "every CPU can run it"
+    if _backend.cuda_architectures() is None:
+        return "this build has no CUDA kernels"
+    if device.index is None:
+        return "built, and no GPU is visible; float64 takes the chunked PyTorch path"
+    major, minor = torch.cuda.get_device_capability(device)
+    has = f"compute capability {major}.{minor}"
+    if not kernel:
+        return f"{has} is older than every architecture of the build"
+    path = "row-resident and portable kernels" if major >= 9 else "portable kernels"
+    return f"{has}, {path}; float64 takes the chunked PyTorch path"
+
+
+def _choice_lines(auto: dict[str, dict[str, str]]) -> list[str]:
+    texts = [
+        f"on {name}: {choice['implementation']} ({choice['because']})"
+        for name, choice in auto.items()
+    ]
+    return [_line("" if i else 'impl="auto"', text) for i, text in enumerate(texts)]
 
 
 def _levels_text(cpu: dict[str, Any]) -> str:
@@ -190,10 +241,11 @@ def _openmp_text(openmp: dict[str, Any]) -> str:
     )
 
 
-def _cuda_kernels_text(architectures: Optional[list[str]]) -> str:
+def _cuda_kernels_text(architectures: Optional[list[str]], toolkit: Optional[str]) -> str:
     if architectures is None:
         return "not built (no nvcc at build time, or DSPARK_CUDA=off)"
-    return f"built for {', '.join(architectures)}"
+    with_toolkit = "" if toolkit is None else f" with CUDA toolkit {toolkit}"
+    return f"built for {', '.join(architectures)}{with_toolkit}"
 
 
 def _gpu_text(cuda: dict[str, Any]) -> str:

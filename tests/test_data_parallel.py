@@ -12,11 +12,12 @@ import os
 import time
 from typing import Any, NamedTuple, Optional
 
+import documentation
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor
-from conftest import TESTS, relative_error
+from conftest import relative_error
 from inputs import generator, normal, outputs, replace
 from process_groups import CollectiveCounter, run_outcomes, run_ranks
 from torch import Tensor, nn
@@ -530,8 +531,7 @@ def _documented(rank: int, world_size: int, blocks: list[str]) -> dict[str, floa
 
 
 def test_the_documented_examples_run():
-    text = (TESTS.parent / "docs" / "parallelism.md").read_text()
-    blocks = [part.split("```")[0] for part in text.split("```python\n")[1:]]
+    blocks = documentation.blocks("docs/parallelism.md")
     assert len(blocks) == 6
     logged = run_ranks(_documented, 4, blocks)
     assert logged[0] == logged[3] and "accept_rate" in logged[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Callable, Optional
+from typing import Any, Callable, Optional
 
 import matplotlib
 
@@ -40,7 +40,7 @@ def save(reports: list[Report], path: Path) -> None:
     problem = largest.problem
     by_vocab = [r for r in reports if r.problem.rows == problem.rows]
     by_rows = [r for r in reports if r.problem.vocab == problem.vocab]
-    style: dict[str, object] = {"axes.grid": True, "grid.alpha": 0.3, "legend.frameon": False}
+    style: dict[Any, Any] = {"axes.grid": True, "grid.alpha": 0.3, "legend.frameon": False}
     style.update({"font.size": 9, "axes.titlesize": 10})
     with plt.rc_context(style):
         figure, ((time_v, time_n), (memory_v, memory_n)) = plt.subplots(

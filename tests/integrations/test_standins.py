@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any, Optional
 
+import documentation
 import pytest
 import torch
 from comparison import OpsUsed, relative
-from conftest import TESTS
 from inputs import normal, outputs, replace
 from process_groups import run_ranks
 from torch import Tensor
@@ -226,18 +226,11 @@ def test_verl_speco_sources_fused_losses_are_replaced_where_they_are_used():
 # --- The documentation --------------------------------------------------------------------------
 
 
-def documented(section: str) -> list[str]:
-    """The Python blocks of one section of docs/integrations.md."""
-    text = (TESTS.parent / "docs" / "integrations.md").read_text()
-    parts = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
-    return [block.split("```")[0] for block in parts[section].split("```python\n")[1:]]
-
-
 @pytest.mark.parametrize(
     ("section", "name"), [("DeepSpec", "deepspec"), ("Megatron Bridge", "megatron_bridge")]
 )
 def test_the_documented_patches_of_the_standins_run(section, name):
-    (block,) = documented(section)
+    (block,) = documentation.blocks("docs/integrations.md", section=section)
     handle: Optional[Any] = None
     try:
         names: dict[str, Any] = {}
@@ -255,7 +248,7 @@ def test_the_documented_mechanism_runs(monkeypatch):
         def __getattr__(self, name: str) -> Any:
             return lambda *arguments, **keywords: None
 
-    mechanism = documented("One line")
+    mechanism = documentation.blocks("docs/integrations.md", section="One line")
     assert len(mechanism) == 2
     monkeypatch.setattr(
         dspark_ext.integrations, "patch", lambda name: patch("deepspec")
@@ -281,7 +274,7 @@ def torchspec_forward(draft: Tensor, target: Tensor) -> dict[str, Any]:
 
 
 def test_the_torchspec_recipe_gives_what_its_lines_gave():
-    recipe, without_target = documented("TorchSpec")
+    recipe, without_target = documentation.blocks("docs/integrations.md", section="TorchSpec")
     made = outputs(seed=5)
     draft = made.draft_logits
     names = torchspec_forward(draft, made.aligned_target_logits)

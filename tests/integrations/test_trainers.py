@@ -13,10 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import documentation
 import pytest
 import torch
 from comparison import OpsUsed, compare, judge, relative
-from conftest import TESTS, run_python
+from conftest import run_python
 from torch import Tensor
 from trainer_steps import STEPS, K, Step, normal
 
@@ -242,13 +243,6 @@ def test_verl_specos_l1_method_refuses_and_returns_what_the_original_does():
 # --- The documentation --------------------------------------------------------------------------
 
 
-def documented(section: str, language: str) -> list[str]:
-    """The blocks of one section of docs/integrations.md."""
-    text = (TESTS.parent / "docs" / "integrations.md").read_text()
-    parts = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
-    return [part.split("```")[0] for part in parts[section].split(f"```{language}\n")[1:]]
-
-
 @pytest.mark.parametrize(
     ("section", "name"),
     [
@@ -260,7 +254,7 @@ def documented(section: str, language: str) -> list[str]:
     ],
 )
 def test_the_documented_patches_run(section, name):
-    (block,) = documented(section, "python")
+    (block,) = documentation.blocks("docs/integrations.md", section=section)
     names: dict[str, Any] = {}
     exec(block, names)
     assert names["handle"].name == name
@@ -268,8 +262,7 @@ def test_the_documented_patches_run(section, name):
 
 
 def test_the_readmes_patch_runs():
-    blocks = (TESTS.parent / "README.md").read_text().split("```python\n")[1:]
-    (block,) = [part.split("```")[0] for part in blocks if "integrations.patch" in part]
+    (block,) = documentation.blocks("README.md")
     names: dict[str, Any] = {}
     exec(block, names)
     assert names["handle"].name == "nemo_automodel"
@@ -277,7 +270,8 @@ def test_the_readmes_patch_runs():
 
 
 def test_the_documented_command_runs_a_trainers_own_tests_with_the_patch(tmp_path):
-    (command,) = [block for block in documented("Compared", "bash") if "pytest.main" in block]
+    blocks = documentation.blocks("docs/integrations.md", "bash", "Compared")
+    (command,) = [block for block in blocks if "pytest.main" in block]
     theirs = tmp_path / "test_theirs.py"
     theirs.write_text(
         "from nemo_automodel.components.speculative.dspark.loss import compute_dspark_loss\n\n\n"
@@ -294,7 +288,8 @@ def test_the_documented_command_runs_a_trainers_own_tests_with_the_patch(tmp_pat
 
 def test_the_figures_are_printed():
     script = str(Path(__file__).parent / "figures.py")
-    assert any("figures.py" in block for block in documented("Compared", "bash"))
+    blocks = documentation.blocks("docs/integrations.md", "bash", "Compared")
+    assert any("figures.py" in block for block in blocks)
     printed = run_python(script, "--vocab", "300", "--rows", "28", "nemo_automodel", "specforge")
     rows = [line.count("|") for line in printed.splitlines() if line.startswith("|")]
     assert rows == [7] * 4
