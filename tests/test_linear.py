@@ -1142,10 +1142,19 @@ def test_a_teacher_of_another_width_needs_a_head_of_its_own():
         compute_dspark_linear_loss(outputs=made, **SETTINGS)
 
 
-@pytest.mark.parametrize("softcap", [0.0, -30.0, float("nan")])
+@pytest.mark.parametrize("softcap", [0.0, -30.0])
 def test_a_softcap_is_positive(softcap):
     made = linear_output(problem(), final_logit_softcap=softcap)
     with refused(ValueError, "final_logit_softcap", str(softcap), "positive", "None"):
+        compute_dspark_linear_loss(outputs=made, **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "softcap,error", [(float("nan"), ValueError), (float("inf"), ValueError), ("30", TypeError)]
+)
+def test_a_softcap_is_a_finite_number(softcap, error):
+    made = linear_output(problem(), final_logit_softcap=softcap)
+    with refused(error, "final_logit_softcap", "number"):
         compute_dspark_linear_loss(outputs=made, **SETTINGS)
 
 
