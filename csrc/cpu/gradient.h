@@ -32,6 +32,10 @@ struct Slopes {
 // Writes `size` elements to out; produce(i, v) computes the block of results that begins at
 // column i. A streamed store needs an aligned address, so the blocks begin where `out` is
 // aligned; results are elementwise and do not notice.
+//
+// The last block ends with the chunk, and overlaps the one before: what another thread does to the
+// next chunk at the same time is not to be looked at. Only a chunk shorter than a block is produced
+// with what stands behind it, which is its own padding.
 template <class E, class Real, class F>
 inline void write_chunk(E* out, int64_t size, bool streamed, F&& produce) {
   Vec<Real> v[kUnroll];
@@ -54,11 +58,15 @@ inline void write_chunk(E* out, int64_t size, bool streamed, F&& produce) {
       }
     }
   }
-  for (; i < size; i += kBlock<Real>) {
+  for (; i + kBlock<Real> <= size; i += kBlock<Real>) {
     produce(i, v);
+    store_block<E, Real>(v, out + i);
+  }
+  if (i < size) {
+    const int64_t first = size < kBlock<Real> ? 0 : size - kBlock<Real>;
+    produce(first, v);
     store_block<E, Real>(v, block);
-    const int64_t count = size - i < kBlock<Real> ? size - i : kBlock<Real>;
-    std::memcpy(out + i, block, static_cast<size_t>(count) * sizeof(E));
+    std::memcpy(out + i, block + (i - first), static_cast<size_t>(size - i) * sizeof(E));
   }
 }
 
@@ -70,7 +78,7 @@ inline void finish_streaming(bool streamed) {
 }
 
 // Gradient of one chunk from exponentials. `f` null: no target, the slope is `tie` throughout.
-// Reads up to one block past the chunk, which is why rows of exponentials are padded.
+// A chunk shorter than a block is read as a whole block.
 template <class Real, class E>
 void write_gradient(void* row, int64_t begin, int64_t size, const Real* e, const Real* f,
                     Real p_scale, Real q_scale, const Slopes<Real>& slopes, bool streamed) {
@@ -184,7 +192,7 @@ void gradient_rows(const GradientArgs& args) {
       const Real p_scale = static_cast<Real>(1 / p.z());
       const Real q_scale = t != nullptr ? static_cast<Real>(1 / q.z()) : Real(0);
       for_each_chunk(columns, team, Order::kForward, [&](int64_t, int64_t begin, int64_t size) {
-        ChunkExponentials<Real> e(size), f(size);
+        ChunkExponentials<Real> e, f;
         chunk_exponentials(draft, x, begin, size, static_cast<Real>(p.m), e.values);
         if (t != nullptr)
           chunk_exponentials(target, t, begin, size, static_cast<Real>(q.m), f.values);

@@ -92,7 +92,7 @@ void l1_distance_rows(const L1DistanceArgs& args) {
                                                       thread * chunk_scratch_bytes(columns));
           for_each_chunk(
               columns, team, Order::kForward, [&](int64_t i, int64_t begin, int64_t size) {
-                ChunkExponentials<Real> e(size), f(size);
+                ChunkExponentials<Real> e, f;
                 chunk_exponentials(draft, x, begin, size, static_cast<Real>(p.m), e.values);
                 chunk_exponentials(target, t, begin, size, static_cast<Real>(q.m), f.values);
                 partial[i] =

@@ -81,15 +81,10 @@ inline int64_t padded(int64_t columns) {
   return (columns + kBlock<Real> - 1) / kBlock<Real> * kBlock<Real>;
 }
 
-// A chunk's exponentials on the stack, with one block of zeros behind them: writing a gradient
-// reads blocks that begin where the destination is aligned, so up to one block too far.
+// A chunk's exponentials on the stack.
 template <class Real>
 struct ChunkExponentials {
-  alignas(64) Real values[kChunkColumns + kBlock<Real>];
-
-  explicit ChunkExponentials(int64_t size) {
-    std::memset(values + padded<Real>(size), 0, kBlock<Real> * sizeof(Real));
-  }
+  alignas(64) Real values[kChunkColumns];
 };
 
 // Visits a chunk in blocks of kBlock columns; the last, partial block is presented from a
@@ -261,10 +256,10 @@ void log_softmax_rows(const LogSoftmaxArgs& args) {
                                                             thread * chunk_scratch_bytes(columns));
           for_each_chunk(columns, team, Order::kForward,
                          [&](int64_t i, int64_t begin, int64_t size) {
-                           ChunkExponentials<Real> e(size);
+                           ChunkExponentials<Real> e;
                            chunks[i] = chunk_statistics(reader, x, begin, size, e.values);
                          });
-          ChunkExponentials<Real> e(0);
+          ChunkExponentials<Real> e;
           statistics = combine<Real>(reader, x, columns, chunks, [&](int64_t begin, int64_t size) {
             chunk_statistics(reader, x, begin, size, e.values);
             return e.values;

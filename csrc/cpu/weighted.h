@@ -30,7 +30,6 @@ struct Operand {
   RowStatistics statistics;
 
   RowStatistics finish(int64_t columns) {
-    std::memset(e + padded<Real>(columns), 0, kBlock<Real> * sizeof(Real));
     statistics = combine<Real>(reader, row, columns, chunks,
                                [&](int64_t begin, int64_t) { return e + begin; });
     return statistics;
@@ -47,7 +46,7 @@ struct Operand {
 
 template <class Real>
 inline int64_t operand_bytes(int64_t columns) {
-  const int64_t exponentials = (padded<Real>(columns) + kBlock<Real>)*sizeof(Real);
+  const int64_t exponentials = padded<Real>(columns) * sizeof(Real);
   const int64_t chunks = chunk_count(columns) * sizeof(ChunkStatistics);
   return (exponentials + chunks + 63) / 64 * 64;
 }
@@ -64,8 +63,7 @@ inline Operand<Real> operand(const Rows* rows, int64_t columns, char* scratch) {
   if (rows == nullptr) return result;
   result.reader = reader_for<Real>(rows->dtype());
   result.e = reinterpret_cast<Real*>(scratch);
-  result.chunks =
-      reinterpret_cast<ChunkStatistics*>(result.e + padded<Real>(columns) + kBlock<Real>);
+  result.chunks = reinterpret_cast<ChunkStatistics*>(result.e + padded<Real>(columns));
   return result;
 }
 
