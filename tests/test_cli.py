@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -372,8 +373,12 @@ def test_interrupting_a_benchmark_is_clean():
         for line in process.stderr:
             if line.startswith("round 2 "):
                 break
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        errors = ""
+        for _ in range(4):  # one that lands in a callback of the interpreter's own is lost
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                _, errors = process.communicate(timeout=30)
+                break
     finally:
         process.kill()
     assert process.returncode == 130
