@@ -195,6 +195,7 @@ def test_the_cuda_kernels_tests_are_clean_under_the_sanitizers():
     arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
     arguments += [str(TESTS / "test_cuda_kernels.py")]
     chosen = "emulated and not large and not 49152 and not 151936 and not mutat"
+    chosen += " and not brought_into_order"  # thousands of rows, minutes each
     printed = run_python(*arguments, "-k", chosen, timeout=3000, **sanitizer_environment())
     assert " passed" in printed and "failed" not in printed
 
