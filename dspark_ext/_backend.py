@@ -26,6 +26,7 @@ except ImportError as error:  # pragma: no cover - a broken installation
         "it from another folder, or use `pip install -e .`."
     ) from error
 
+from dspark_ext._validate import check_same_shape
 from dspark_ext.reference import IGNORE_INDEX, real_dtype
 
 DTYPES = {
@@ -151,8 +152,9 @@ def log_softmax(
         scratch = _scratch(threads * _C.cpu_chunk_scratch_bytes(columns))
         _C.cpu_log_softmax(*arguments, _address(scratch), threads)
     else:
-        scratch = _gpu_scratch(logits, None)
-        _C.cuda_log_softmax(*arguments, _address(scratch), *_where(logits))
+        device, stream = _where(logits)
+        scratch = _gpu_scratch(logits, arguments[0], None, device)
+        _C.cuda_log_softmax(*arguments, _address(scratch), device, stream)
     return statistics, log_prob
 
 
@@ -187,8 +189,9 @@ def l1_distance(
         scratch = _scratch(threads * _C.cpu_chunk_scratch_bytes(columns))
         _C.cpu_l1_distance(*arguments, _address(scratch), threads)
     else:
-        scratch = _gpu_scratch(draft, target)
-        _C.cuda_l1_distance(*arguments, _address(scratch), *_where(draft))
+        device, stream = _where(draft)
+        scratch = _gpu_scratch(draft, *arguments[:2], device)
+        _C.cuda_l1_distance(*arguments, _address(scratch), device, stream)
     return l1, sides
 
 
@@ -369,8 +372,9 @@ def _weighted(
         scratch = _scratch(threads * _C.cpu_weighted_scratch_bytes(columns, real == torch.float64))
         _C.cpu_weighted(*arguments, _address(scratch), threads)
     else:
-        scratch = _gpu_scratch(draft, target)
-        _C.cuda_weighted(*arguments, _address(scratch), *_where(draft))
+        device, stream = _where(draft)
+        scratch = _gpu_scratch(draft, *arguments[:2], device)
+        _C.cuda_weighted(*arguments, _address(scratch), device, stream)
     return ce, l1
 
 
@@ -413,10 +417,8 @@ def _where(tensor: Tensor) -> tuple[int, int]:
     return stream.device_index, stream.cuda_stream
 
 
-def _gpu_scratch(draft: Tensor, target: Optional[Tensor]) -> Tensor:
-    rows = _rows(draft), None if target is None else _rows(target)
-    size = _C.cuda_scratch_bytes(*rows, _where(draft)[0])
-    return draft.new_empty(size, dtype=torch.uint8)
+def _gpu_scratch(like: Tensor, draft: _C.Rows, target: Optional[_C.Rows], device: int) -> Tensor:
+    return like.new_empty(_C.cuda_scratch_bytes(draft, target, device), dtype=torch.uint8)
 
 
 def _scratch(size: int) -> Tensor:
@@ -429,16 +431,11 @@ def _contiguous(
     """A per-row tensor as a kernel reads it; it has no bounds but the logits' to check against."""
     if tensor is None:
         return None
-    if tuple(tensor.shape) != tuple(shape):
-        raise ValueError(
-            f"a tensor of shape {tuple(tensor.shape)} belongs to logits that imply {tuple(shape)}"
-        )
+    check_same_shape("a per-row tensor", tensor, shape, "the logits")
     return tensor.to(dtype).contiguous()
 
 
 def _check_alike(draft: Tensor, other: Optional[Tensor]) -> None:
     """Raises ValueError unless the two matrices have one shape."""
-    if other is not None and other.shape != draft.shape:
-        raise ValueError(
-            f"logits of shape {tuple(other.shape)} do not belong to logits of {tuple(draft.shape)}"
-        )
+    if other is not None:
+        check_same_shape("a matrix of logits", other, tuple(draft.shape), "the draft")

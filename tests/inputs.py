@@ -11,6 +11,16 @@ from torch import Tensor
 from dspark_ext import DSparkForwardOutput
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# The objective's scalars: with every term of like size, and as a training run has them.
+USUAL = {
+    "loss_decay_gamma": 4.0,
+    "ce_loss_alpha": 0.3,
+    "l1_loss_alpha": 0.7,
+    "confidence_head_alpha": 0.5,
+}
+OBJECTIVE = dict(
+    loss_decay_gamma=4.0, ce_loss_alpha=0.1, l1_loss_alpha=0.9, confidence_head_alpha=1.0
+)
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -15,7 +15,7 @@ import oracle
 import pytest
 import torch
 from conftest import TOLERANCES, relative_error
-from inputs import DTYPES, labelled_rows, name_of, normal, outputs, replace
+from inputs import DTYPES, USUAL, labelled_rows, name_of, normal, outputs, replace
 from torch import Tensor
 
 from dspark_ext import (
@@ -29,12 +29,6 @@ from dspark_ext import (
 )
 
 f32, bf16, f16, f64 = DTYPES
-USUAL = {
-    "loss_decay_gamma": 4.0,
-    "ce_loss_alpha": 0.3,
-    "l1_loss_alpha": 0.7,
-    "confidence_head_alpha": 0.5,
-}
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Callable
 import pytest
 import torch
 from accuracy import OPS, bf16, f16, f32
-from inputs import name_of, normal, outputs
+from inputs import OBJECTIVE, name_of, normal, outputs
 from torch import Tensor
 
 import dspark_ext
@@ -19,9 +19,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU that torch can use"),
 ]
 
-OBJECTIVE = dict(
-    loss_decay_gamma=4.0, ce_loss_alpha=0.1, l1_loss_alpha=0.9, confidence_head_alpha=1.0
-)
 # Row-resident, and portable.
 SHAPES = ((2, 3, 4, 4096), (2, 3, 4, 4097))
 

@@ -13,7 +13,7 @@ from accuracy import OPS, PATHS, assert_accurate, assert_statistics, bf16, f16, 
 from conftest import TOLERANCES
 from emulated import MAX_CLUSTERS
 from gpu import emulator, gpu
-from inputs import LAYOUTS, labelled_rows, name_of, normal, outputs
+from inputs import LAYOUTS, OBJECTIVE, labelled_rows, name_of, normal, outputs
 from torch import Tensor
 
 import dspark_ext
@@ -572,10 +572,6 @@ def test_every_synchronisation_is_executed_and_its_absence_noticed(emulator):
 
 
 # --- The whole objective -------------------------------------------------------------------------
-
-OBJECTIVE = dict(
-    loss_decay_gamma=4.0, ce_loss_alpha=0.1, l1_loss_alpha=0.9, confidence_head_alpha=1.0
-)
 
 
 def on_device(gpu, made):

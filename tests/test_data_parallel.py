@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor
 from conftest import relative_error
-from inputs import generator, normal, outputs, replace
+from inputs import OBJECTIVE, generator, normal, outputs, replace
 from process_groups import CollectiveCounter, run_outcomes, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,9 +26,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import dspark_ext
 from dspark_ext import DSparkForwardOutput, compute_dspark_loss, loss_denominators
 
-SETTINGS = dict(
-    loss_decay_gamma=4.0, ce_loss_alpha=0.1, l1_loss_alpha=0.9, confidence_head_alpha=1.0
-)
 LOSSES = ("loss", "ce_loss", "l1_loss", "confidence_loss")
 TOLERANCE = 1e-6
 K, V = 7, 33
@@ -84,7 +81,7 @@ def part(whole: DSparkForwardOutput, anchors: slice) -> DSparkForwardOutput:
 
 def step(made: DSparkForwardOutput, **keywords: Any) -> dict[str, Any]:
     """Loss, terms and both gradients."""
-    loss, terms = compute_dspark_loss(outputs=made, return_terms=True, **{**SETTINGS, **keywords})
+    loss, terms = compute_dspark_loss(outputs=made, return_terms=True, **{**OBJECTIVE, **keywords})
     loss.backward()
     return {
         "loss": loss.detach(),
@@ -215,7 +212,7 @@ def _counted_step(rank: int, world_size: int, split: Split, impl: str) -> dict[s
     logits = (mine.draft_logits, mine.aligned_target_logits)
     counters = {}
     with CollectiveCounter(logits) as counters["forward"]:
-        loss = compute_dspark_loss(outputs=mine, impl=impl, **SETTINGS)
+        loss = compute_dspark_loss(outputs=mine, impl=impl, **OBJECTIVE)
     with CollectiveCounter(logits) as counters["backward"]:
         loss.backward()
     with CollectiveCounter(logits) as counters["loss_denominators"]:
@@ -223,11 +220,11 @@ def _counted_step(rank: int, world_size: int, split: Split, impl: str) -> dict[s
     with CollectiveCounter(logits) as counters["given denominators"]:
         again = replace(mine)
         compute_dspark_loss(
-            outputs=again, impl=impl, denominators=denominators, **SETTINGS
+            outputs=again, impl=impl, denominators=denominators, **OBJECTIVE
         ).backward()
     alone = [dist.new_group([r]) for r in range(world_size)][rank]
     with CollectiveCounter(logits) as counters["a group of one"]:
-        compute_dspark_loss(outputs=replace(mine), impl=impl, process_group=alone, **SETTINGS)
+        compute_dspark_loss(outputs=replace(mine), impl=impl, process_group=alone, **OBJECTIVE)
     return {name: (counter.events, counter.sent) for name, counter in counters.items()}
 
 
@@ -317,7 +314,7 @@ def _train(rank: int, world_size: int, wrapper: Optional[str], dtype: torch.dtyp
         split = TRAINING_SPLITS[i % len(TRAINING_SPLITS)]
         whole = joined(split, i, dtype)
         anchors = slice(None) if world_size == 1 else share_of(split, rank)
-        loss = compute_dspark_loss(outputs=draft(model, whole, anchors, i), **SETTINGS)
+        loss = compute_dspark_loss(outputs=draft(model, whole, anchors, i), **OBJECTIVE)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -368,7 +365,7 @@ def _window(
         whole = DSparkForwardOutput(
             **{name: torch.cat([getattr(p, name) for p in parts], dim=1) for name in fields}
         )
-        loss = compute_dspark_loss(outputs=whole, **SETTINGS)
+        loss = compute_dspark_loss(outputs=whole, **OBJECTIVE)
         loss.backward()
         total = loss.detach()
     else:
@@ -383,7 +380,7 @@ def _window(
                 model.set_requires_gradient_sync(is_last)
             with context:
                 made = draft(model, whole, slice(None), seed)
-                loss = compute_dspark_loss(outputs=made, denominators=denominators, **SETTINGS)
+                loss = compute_dspark_loss(outputs=made, denominators=denominators, **OBJECTIVE)
                 loss.backward()
             total += loss.detach()
     gradients = {
@@ -460,7 +457,7 @@ def test_the_other_ranks_end_with_an_error_when_one(how, kind):
 def _compiled_step(rank: int, world_size: int, split: Split, backend: str) -> dict:
     def fresh_step(logits: Tensor, confidence: Tensor, mine: DSparkForwardOutput) -> Tensor:
         made = dataclasses.replace(mine, draft_logits=logits * 1, confidence_pred=confidence * 1)
-        return compute_dspark_loss(outputs=made, **SETTINGS)
+        return compute_dspark_loss(outputs=made, **OBJECTIVE)
 
     mine = part(joined(split), share_of(split, rank))
     compiled = torch.compile(fresh_step, fullgraph=True, backend=backend)
@@ -506,7 +503,7 @@ def _documented(rank: int, world_size: int, blocks: list[str]) -> dict[str, floa
         "DistributedDataParallel": nn.parallel.DistributedDataParallel,
         "contextlib": contextlib,
         "init_device_mesh": init_device_mesh,
-        "settings": SETTINGS,
+        "settings": OBJECTIVE,
         "drafter": drafter,
         "optimizer": torch.optim.SGD(drafter.parameters(), lr=0.1),
         "loader": [batch] * 50,
@@ -553,7 +550,7 @@ def _cost(rank: int, world_size: int, repetitions: int) -> dict[str, tuple[float
                 continue
             wall, cpu = time.perf_counter(), time.process_time()
             group = dist.group.WORLD if name == "together" else alone
-            compute_dspark_loss(outputs=made, process_group=group, **SETTINGS).backward()
+            compute_dspark_loss(outputs=made, process_group=group, **OBJECTIVE).backward()
             times.append((time.perf_counter() - wall, time.process_time() - cpu))
             made.draft_logits.grad = made.confidence_pred.grad = None
     return {name: tuple(map(min, zip(*times))) for name, times in seconds.items() if times}

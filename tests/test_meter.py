@@ -11,15 +11,12 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from inputs import outputs, replace
+from inputs import OBJECTIVE, outputs, replace
 from process_groups import CollectiveCounter, run_ranks
 from torch import Tensor
 
 from dspark_ext import AcceptanceMeter, DSparkForwardOutput, compute_dspark_loss
 
-SETTINGS = dict(
-    loss_decay_gamma=4.0, ce_loss_alpha=0.1, l1_loss_alpha=0.9, confidence_head_alpha=1.0
-)
 K, V = 4, 33
 ACCEPTANCE = {"accept_rate", *(f"accept_rate@{k}" for k in range(K)), "tau"}
 CONFIDENCE = {"confidence_abs_error", "confidence_bias", "confidence_cumprod_bias"}
@@ -31,7 +28,7 @@ def step(seed: int, anchors: int, keep: float = 0.75) -> DSparkForwardOutput:
 
 
 def terms_of(made: DSparkForwardOutput, **changes: Any) -> dict[str, Tensor]:
-    return compute_dspark_loss(outputs=made, return_terms=True, **{**SETTINGS, **changes})[1]
+    return compute_dspark_loss(outputs=made, return_terms=True, **{**OBJECTIVE, **changes})[1]
 
 
 def joined(steps: list[DSparkForwardOutput]) -> DSparkForwardOutput:
@@ -42,7 +39,7 @@ def joined(steps: list[DSparkForwardOutput]) -> DSparkForwardOutput:
 
 def quantities(made: DSparkForwardOutput) -> dict[str, float]:
     """Every quantity of one batch, from the definitions."""
-    terms = oracle.objective(made, **SETTINGS).terms
+    terms = oracle.objective(made, **OBJECTIVE).terms
     numerator, denominator = terms["accept_rate_per_pos_num"], terms["accept_rate_per_pos_den"]
     found = {f"accept_rate@{k}": float(numerator[k] / denominator[k]) for k in range(K)}
     found["accept_rate"] = float(numerator.sum() / denominator.sum())

@@ -23,7 +23,7 @@ from typing import Any, Callable, Optional
 import pytest
 import torch
 from conftest import TESTS, TOLERANCES, relative_error, run_json
-from inputs import DTYPES, generator, name_of, outputs, replace
+from inputs import DTYPES, USUAL, generator, name_of, outputs, replace
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,12 +39,6 @@ from dspark_ext import (
 )
 
 f32, bf16, f16, f64 = DTYPES
-USUAL = {
-    "loss_decay_gamma": 4.0,
-    "ce_loss_alpha": 0.3,
-    "l1_loss_alpha": 0.7,
-    "confidence_head_alpha": 0.5,
-}
 
 
 def in_a_process(function: str, *arguments: Any, **keywords: Any) -> Any:

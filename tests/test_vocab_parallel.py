@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import relative_error
-from inputs import generator, labelled_rows, normal
+from inputs import OBJECTIVE, generator, labelled_rows, normal
 from process_groups import CollectiveCounter, run_outcomes, run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,9 +29,6 @@ from dspark_ext import (
     token_log_prob,
 )
 
-SETTINGS = dict(
-    loss_decay_gamma=4.0, ce_loss_alpha=0.1, l1_loss_alpha=0.9, confidence_head_alpha=1.0
-)
 TOLERANCE = 1e-6
 IMPLS = ("kernel", "torch")
 A, K = 4, 4
@@ -128,7 +125,7 @@ def results(whole: Rows, share: Callable[[Tensor], Tensor], **keywords: Any) -> 
     keep = torch.ones(1, A, dtype=torch.bool)
     made = DSparkForwardOutput(draft, whole.ids, active, keep, confidence, target)
     found["loss"], terms = compute_dspark_loss(
-        outputs=made, return_terms=True, **SETTINGS, **keywords
+        outputs=made, return_terms=True, **OBJECTIVE, **keywords
     )
     found["loss"].backward()
     found["gradient of loss"] = draft.grad
@@ -317,7 +314,7 @@ def _bad_ids(rank: int, world_size: int, V: int) -> list[tuple[str, str]]:
                 "compute_dspark_loss": functools.partial(
                     compute_dspark_loss,
                     outputs=dataclasses.replace(made, target_ids=ids),
-                    **SETTINGS,
+                    **OBJECTIVE,
                     **shared,
                 ),
             }
@@ -367,7 +364,7 @@ def gradients_of(made: DSparkForwardOutput, **keywords: Any) -> dict[str, Any]:
     draft = made.draft_logits.detach().requires_grad_()
     confidence = made.confidence_pred.detach().clone().requires_grad_()
     made = dataclasses.replace(made, draft_logits=draft, confidence_pred=confidence)
-    loss = compute_dspark_loss(outputs=made, **{**SETTINGS, **keywords})
+    loss = compute_dspark_loss(outputs=made, **{**OBJECTIVE, **keywords})
     loss.backward()
     return {"loss": loss.detach(), "draft": draft.grad, "confidence": confidence.grad}
 
@@ -441,7 +438,7 @@ def test_a_shard_without_its_group_is_refused():
     made = two_by_two(0, 33)
     for keywords in ({"vocab_start": 3}, {"vocab_size": 30}):
         with pytest.raises(ValueError, match="tp_group"):
-            compute_dspark_loss(outputs=made, **SETTINGS, **keywords)
+            compute_dspark_loss(outputs=made, **OBJECTIVE, **keywords)
         with pytest.raises(ValueError, match="tp_group"):
             l1_distance(made.draft_logits, made.aligned_target_logits, **keywords)
 
@@ -490,7 +487,7 @@ def _refused_dtensors(rank: int, world_size: int, V: int) -> dict[str, str]:
                 compute_dspark_loss,
                 outputs=DSparkForwardOutput(draft, whole.ids, whole.active, keep, None, target),
                 process_group=dp.get_group(),
-                **SETTINGS,
+                **OBJECTIVE,
                 **keywords,
             ),
         )
@@ -548,11 +545,11 @@ def _counted(
     )
     count("l1_distance", lambda: l1_distance(draft, target, active=whole.active, **shared))
     count("token_log_prob", lambda: token_log_prob(draft, whole.ids, active=whole.active, **shared))
-    count("loss", lambda: compute_dspark_loss(outputs=made, **SETTINGS, **shared))
+    count("loss", lambda: compute_dspark_loss(outputs=made, **OBJECTIVE, **shared))
     dp = mesh["dp"].get_group()
     count(
         "loss, one data-parallel rank",
-        lambda: compute_dspark_loss(outputs=made, process_group=dp, **SETTINGS, **shared),
+        lambda: compute_dspark_loss(outputs=made, process_group=dp, **OBJECTIVE, **shared),
     )
     return counted
 
@@ -569,7 +566,7 @@ def _counted_two_by_two(rank: int, world_size: int, V: int) -> tuple[list[str], 
             outputs=made,
             process_group=mesh["dp"].get_group(),
             tp_group=mesh["tp"].get_group(),
-            **SETTINGS,
+            **OBJECTIVE,
         ).backward()
     return counter.events, counter.sent
 
@@ -657,7 +654,7 @@ def _compiled(rank: int, world_size: int, V: int, backend: str) -> dict[str, Ten
             confidence_pred=confidence * 1,
             aligned_target_logits=target,
         )
-        return compute_dspark_loss(outputs=local, tp_group=group, **SETTINGS)
+        return compute_dspark_loss(outputs=local, tp_group=group, **OBJECTIVE)
 
     draft = take(shard, made.draft_logits).detach().clone().requires_grad_()
     confidence = made.confidence_pred.clone().requires_grad_()

@@ -646,10 +646,11 @@ int resident_clusters(void (*kernel)(P...), const Shape& shape, const Device& de
 }
 
 template <class E, bool kGradient>
-bool launch_resident(const WeightedArgs& args, const ResidentPlan& plan, Stream stream) {
+bool launch_resident(const WeightedArgs& args, const ResidentPlan& plan, const Device& device,
+                     Stream stream) {
   const auto kernel = resident_kernel<E, kGradient>;
   Shape shape{static_cast<unsigned>(plan.cluster), 1, 1, kThreads, plan.shared_bytes, plan.cluster};
-  int64_t clusters = resident_clusters(kernel, shape, current_device());
+  int64_t clusters = resident_clusters(kernel, shape, device);
   if (clusters == 0) return false;
   if (clusters > args.draft->count()) clusters = args.draft->count();
   shape.x = static_cast<unsigned>(clusters * plan.cluster);
@@ -706,12 +707,13 @@ int64_t resident_scratch_bytes(int64_t rows) {
   return (rows + 1) * static_cast<int64_t>(sizeof(int32_t));
 }
 
-bool weighted_resident(const WeightedArgs& args, const ResidentPlan& plan, Stream stream) {
+bool weighted_resident(const WeightedArgs& args, const ResidentPlan& plan, const Device& device,
+                       Stream stream) {
   bool launched = false;
   with_element_type(args.draft->dtype(), "weighted", [&](auto* type) {
     using E = std::remove_pointer_t<decltype(type)>;
-    launched = args.gradient != nullptr ? launch_resident<E, true>(args, plan, stream)
-                                        : launch_resident<E, false>(args, plan, stream);
+    launched = args.gradient != nullptr ? launch_resident<E, true>(args, plan, device, stream)
+                                        : launch_resident<E, false>(args, plan, device, stream);
   });
   return launched;
 }

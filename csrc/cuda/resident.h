@@ -16,6 +16,7 @@ ResidentPlan resident_plan(const Rows& draft, const Rows* target, const Rows* gr
 int64_t resident_scratch_bytes(int64_t rows);
 
 // False where the device cannot hold a cluster of the plan; nothing was launched then.
-bool weighted_resident(const WeightedArgs& args, const ResidentPlan& plan, Stream stream);
+bool weighted_resident(const WeightedArgs& args, const ResidentPlan& plan, const Device& device,
+                       Stream stream);
 
 }  // namespace dspark::cuda

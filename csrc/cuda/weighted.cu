@@ -43,8 +43,9 @@ void weighted(const WeightedArgs& args, int device, void* cuda_stream) {
   const auto stream = static_cast<Stream>(cuda_stream);
   if (args.draft->count() == 0) return;
 #ifdef DSPARK_HAVE_RESIDENT
-  const ResidentPlan plan = weighted_plan(*args.draft, args.target, args.gradient, device);
-  if (plan.cluster > 0 && weighted_resident(args, plan, stream)) return;
+  const Device current = current_device();
+  const ResidentPlan plan = resident_plan(*args.draft, args.target, args.gradient, current);
+  if (plan.cluster > 0 && weighted_resident(args, plan, current, stream)) return;
 #endif
   weighted_by_groups(args, stream);
 }

@@ -33,7 +33,6 @@ struct MBarrier {
 inline int thread_index() { return emulation::current->index; }
 inline int64_t block_x() { return emulation::current->block->x; }
 inline int64_t block_y() { return emulation::current->block->y; }
-inline int64_t block_z() { return emulation::current->block->z; }
 inline int64_t grid_x() { return emulation::grid.x; }
 
 inline int cluster_rank() { return emulation::current->block->rank; }

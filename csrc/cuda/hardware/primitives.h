@@ -39,7 +39,6 @@ struct MBarrier {
 __device__ __forceinline__ int thread_index() { return static_cast<int>(threadIdx.x); }
 __device__ __forceinline__ int64_t block_x() { return blockIdx.x; }
 __device__ __forceinline__ int64_t block_y() { return blockIdx.y; }
-__device__ __forceinline__ int64_t block_z() { return blockIdx.z; }
 __device__ __forceinline__ int64_t grid_x() { return gridDim.x; }
 
 // The clusters of a one-dimensional grid, and a block's rank within its own. Volatile, so that a
