@@ -54,16 +54,8 @@ def endless(loader: DataLoader, sampler: DistributedSampler) -> Iterator[dict[st
         yield from loader
 
 
-def main(arguments: Optional[Sequence[str]] = None) -> None:
-    """Trains on all ranks; rank 0 prints."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=160, help="(default: %(default)s)")
-    parser.add_argument("--accumulate", type=int, default=2, help="(default: %(default)s)")
-    parser.add_argument("--log-every", type=int, default=20, help="(default: %(default)s)")
-    parser.add_argument("--fsdp", action="store_true", help="FSDP2 in place of DDP")
-    args = parser.parse_args(arguments)
-
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+def train(args: argparse.Namespace) -> None:
+    """The loop; rank 0 prints."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -101,6 +93,21 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
                     flush=True,
                 )
             meter.reset()
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> None:
+    """Trains on all ranks."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=160, help="(default: %(default)s)")
+    parser.add_argument("--accumulate", type=int, default=2, help="(default: %(default)s)")
+    parser.add_argument("--log-every", type=int, default=20, help="(default: %(default)s)")
+    parser.add_argument("--fsdp", action="store_true", help="FSDP2 in place of DDP")
+    args = parser.parse_args(arguments)
+
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    # The model ends with the call, before the group: were DDP the last to hold the group, ending it
+    # would wait for one of gloo's threads, which may wait for the interpreter.
+    train(args)
     dist.destroy_process_group()
 
 
