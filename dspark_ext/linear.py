@@ -29,11 +29,12 @@ from dspark_ext._validate import (
 from dspark_ext.distributed import data_parallel
 from dspark_ext.loss import (
     _build_loss_weight_mask,
-    _confidence_loss,
+    _confidence_num,
     _global_denominator,
     _local_terms,
     _returned_terms,
     _row_coefficients,
+    _term_factor,
 )
 from dspark_ext.reduction import ordered_sum
 from dspark_ext.rowwise import rows_forward, rows_gradient
@@ -181,10 +182,14 @@ def compute_dspark_linear_loss(
     objective, ce, l1 = _run(
         inputs, has_l1, ce_coefficient, l1_coefficient, use_kernel, shard, chunk_rows
     )
-    terms = _local_terms(inputs, weights, ce, l1 if has_l1 else None, l1_loss_alpha, return_terms)
-    loss = objective + _confidence_loss(terms, denominator, world_size, confidence_head_alpha)
+    known_l1 = l1 if has_l1 else None
+    confidence_num = _confidence_num(inputs, known_l1, weights)
+    loss = objective + confidence_num * _term_factor(
+        world_size * confidence_head_alpha, denominator
+    )
     if not return_terms:
         return loss
+    terms = _local_terms(inputs, weights, ce, known_l1, l1_loss_alpha, confidence_num)
     return loss, _returned_terms(terms, ce_loss_alpha, l1_loss_alpha, confidence_head_alpha)
 
 

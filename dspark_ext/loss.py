@@ -243,12 +243,15 @@ def _collect_acceptance_diagnostics(
     return diagnostics
 
 
-def _confidence_num(
-    confidence_pred: Tensor, accept_rate: Tensor, eval_mask: Tensor, weights: Tensor
-) -> Tensor:
-    """``sum(w * bce_with_logits(z, accept))``; what stands on inactive positions is not read."""
-    logits = torch.where(eval_mask != 0, confidence_pred.to(weights.dtype), 0.0)
-    bce = F.binary_cross_entropy_with_logits(logits, accept_rate.detach(), reduction="none")
+def _confidence_num(outputs: Any, l1: Optional[Tensor], weights: Tensor) -> Tensor:
+    """``sum(w * bce_with_logits(z, accept))``, 0 without a confidence head or an L1; what stands
+    on inactive positions is not read."""
+    accept = _compute_accept_rate_3d(l1_dist_per_token=l1)
+    if outputs.confidence_pred is None or accept is None:
+        return weights.new_zeros(())
+    confidence = outputs.confidence_pred.to(weights.dtype)
+    logits = torch.where(outputs.eval_mask != 0, confidence, 0.0)
+    bce = F.binary_cross_entropy_with_logits(logits, accept.detach(), reduction="none")
     return _weighted_sum(weights, bce)
 
 
@@ -275,9 +278,9 @@ def _collect_local_terms(
     outputs, _ = _checked(outputs, l1_loss_alpha > 0)
     weights = _weights(outputs, loss_decay_gamma)
     ce, l1 = _recomputed_rows(outputs, l1_loss_alpha, impl, None)
-    has_l1 = _needs_l1(outputs, l1_loss_alpha)
-    has_confidence = outputs.confidence_pred is not None
-    return _local_terms(outputs, weights, ce, l1 if has_l1 else None, l1_loss_alpha), has_confidence
+    confidence_num = _confidence_num(outputs, l1, weights)
+    terms = _local_terms(outputs, weights, ce, l1, l1_loss_alpha, confidence_num)
+    return terms, outputs.confidence_pred is not None
 
 
 def _recomputed_rows(
@@ -285,15 +288,12 @@ def _recomputed_rows(
     l1_loss_alpha: float,
     impl: str,
     shard: Optional[VocabularyShard],
-) -> tuple[Tensor, Tensor]:
-    return per_row(
-        outputs.draft_logits,
-        outputs.aligned_target_logits if _needs_l1(outputs, l1_loss_alpha) else None,
-        outputs.target_ids,
-        outputs.eval_mask != 0,
-        impl,
-        shard,
-    )
+) -> tuple[Tensor, Optional[Tensor]]:
+    """The rows' ce and, where it is needed, l1."""
+    target = outputs.aligned_target_logits if _needs_l1(outputs, l1_loss_alpha) else None
+    active = outputs.eval_mask != 0
+    ce, l1 = per_row(outputs.draft_logits, target, outputs.target_ids, active, impl, shard)
+    return ce, None if target is None else l1
 
 
 def _local_terms(
@@ -302,35 +302,31 @@ def _local_terms(
     ce: Tensor,
     l1: Optional[Tensor],
     l1_loss_alpha: float,
+    confidence_num: Tensor,
     with_diagnostics: bool = True,
 ) -> dict[str, Tensor]:
     """Weighted sums from the rows' ``ce`` and ``l1`` (None where none is known), and with them
     the diagnostics, which only those who ask for terms want to pay for."""
-    denominator, zero = _sum(weights), weights.new_zeros(())
-    accept = _compute_accept_rate_3d(l1_dist_per_token=l1)
+    denominator = _sum(weights)
     l1_num, l1_den = _compute_local_l1_term(
         l1_dist_per_token=l1 if l1_loss_alpha > 0 else None, loss_weight_mask=weights
     )
+    has_confidence = outputs.confidence_pred is not None
     terms = {
         "ce_loss_num": _weighted_sum(weights, ce),
         "ce_loss_den": denominator,
         "l1_loss_num": l1_num,
         "l1_loss_den": l1_den,
-        "confidence_loss_num": zero,
-        "confidence_loss_den": zero,
+        "confidence_loss_num": confidence_num,
+        "confidence_loss_den": denominator if has_confidence else torch.zeros_like(denominator),
     }
-    if outputs.confidence_pred is not None and accept is not None:
-        terms["confidence_loss_num"] = _confidence_num(
-            outputs.confidence_pred, accept, outputs.eval_mask, weights
-        )
-        terms["confidence_loss_den"] = denominator
     if with_diagnostics:
         terms.update(
             _collect_acceptance_diagnostics(
                 outputs=outputs,
-                accept_rate_3d=accept,
+                accept_rate_3d=_compute_accept_rate_3d(l1_dist_per_token=l1),
                 loss_weight_mask=weights,
-                has_confidence=outputs.confidence_pred is not None,
+                has_confidence=has_confidence,
             )
         )
     return terms
@@ -385,12 +381,6 @@ def _row_coefficients(
         weights * _term_factor(world_size * ce_alpha, denominator),
         weights * _term_factor(world_size * max(l1_alpha, 0.0), denominator),
     )
-
-
-def _confidence_loss(
-    loss_terms: dict[str, Tensor], denominator: Tensor, world_size: int, alpha: float
-) -> Tensor:
-    return _term_factor(world_size * alpha, denominator) * loss_terms["confidence_loss_num"]
 
 
 # --- The objective ------------------------------------------------------------------------------
@@ -469,7 +459,6 @@ def compute_dspark_loss(
     world_size = ranks.size if grad_reduction == "mean" else 1
     weights = _weights(outputs, loss_decay_gamma)
     denominator = _global_denominator(weights, denominators, ranks)
-    has_l1 = _needs_l1(outputs, l1_loss_alpha)
 
     if use_kernel and shard is None and outputs.draft_logits.dtype != torch.float16:
         objective, ce, l1 = _fused_rows(
@@ -478,19 +467,21 @@ def compute_dspark_loss(
             l1_loss_alpha,
             inplace_grad,
         )
-        loss_terms = _local_terms(
-            outputs, weights, ce, l1 if has_l1 else None, l1_loss_alpha, return_terms
+        confidence_num = _confidence_num(outputs, l1, weights)
+        loss = objective + confidence_num * _term_factor(
+            world_size * confidence_head_alpha, denominator
         )
-        loss = objective + _confidence_loss(
-            loss_terms, denominator, world_size, confidence_head_alpha
-        )
+        if not return_terms:
+            return loss
+        terms = _local_terms(outputs, weights, ce, l1, l1_loss_alpha, confidence_num)
     else:
         ce, l1 = _recomputed_rows(outputs, l1_loss_alpha, impl, shard)
-        loss_terms = _local_terms(
-            outputs, weights, ce, l1 if has_l1 else None, l1_loss_alpha, return_terms
+        confidence_num = _confidence_num(outputs, l1, weights)
+        terms = _local_terms(
+            outputs, weights, ce, l1, l1_loss_alpha, confidence_num, with_diagnostics=return_terms
         )
         loss = _build_loss(
-            loss_terms=loss_terms,
+            loss_terms=terms,
             global_denominators=dict.fromkeys(_DENOMINATORS, denominator),
             ce_loss_alpha=ce_loss_alpha,
             l1_loss_alpha=l1_loss_alpha,
@@ -498,9 +489,9 @@ def compute_dspark_loss(
             has_confidence=outputs.confidence_pred is not None,
             world_size=world_size,
         )
-    if not return_terms:
-        return loss
-    return loss, _returned_terms(loss_terms, ce_loss_alpha, l1_loss_alpha, confidence_head_alpha)
+        if not return_terms:
+            return loss
+    return loss, _returned_terms(terms, ce_loss_alpha, l1_loss_alpha, confidence_head_alpha)
 
 
 class DSparkLoss(nn.Module):
@@ -581,8 +572,9 @@ def _fused_rows(
     l1_coefficient: Tensor,
     l1_loss_alpha: float,
     inplace_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``sum(a * ce + b * l1)`` with its gradient formed on the spot, and the rows' ce and l1."""
+) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+    """``sum(a * ce + b * l1)`` with its gradient formed on the spot, the rows' ce and, where it
+    is needed, l1."""
     draft = outputs.draft_logits
     target = outputs.aligned_target_logits if _needs_l1(outputs, l1_loss_alpha) else None
     arguments = (
@@ -596,8 +588,10 @@ def _fused_rows(
     # Decided here, since grad mode is always off inside an op body.
     with_gradient = torch.is_grad_enabled() and draft.requires_grad
     if with_gradient and inplace_grad and _can_write_over(draft, target):
-        return ops.WeightedInplace.apply(*arguments)
-    return torch.ops.dspark_ext.weighted_fwd(*arguments, with_gradient)[:3]
+        objective, ce, l1 = ops.WeightedInplace.apply(*arguments)
+    else:
+        objective, ce, l1, _ = torch.ops.dspark_ext.weighted_fwd(*arguments, with_gradient)
+    return objective, ce, None if target is None else l1
 
 
 def _weights(outputs: DSparkForwardOutput, loss_decay_gamma: Optional[float]) -> Tensor:

@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,8 @@ from dspark_ext.demo.drafter import Batch, Drafter
 from dspark_ext.demo.target import Cache, Target
 
 History = dict[str, list[dict[str, float]]]
+StepLoss = Callable[[Any, str], tuple[Tensor, dict[str, Tensor]]]
+"""From a drafter's outputs and `impl` to the loss and its terms."""
 
 LOSS_DECAY_GAMMA = 4.0
 """Early positions weigh more, exp(-k / gamma): a block is accepted from its start."""
@@ -198,8 +201,17 @@ def make_optimizer(drafter: Drafter, settings: Settings) -> torch.optim.Optimize
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.01)
 
 
-def train(target: Target, cache: Cache, held_out: Cache, settings: Settings) -> History:
+def train(
+    target: Target,
+    cache: Cache,
+    held_out: Cache,
+    settings: Settings,
+    step_loss: StepLoss = objective,
+) -> History:
     """Trains a drafter.
+
+    Args:
+        step_loss: what is differentiated. Evaluations are :func:`objective`'s in any case.
 
     Returns:
         "steps", one dict of numbers per step, and "held_out", one per evaluation, of which the
@@ -230,7 +242,7 @@ def train(target: Target, cache: Cache, held_out: Cache, settings: Settings) -> 
                 result = evaluate(drafter, held_out, settings.impl)
                 history["held_out"].append({"step": step, **result})
 
-            loss, terms = objective(model(next(batches)), settings.impl)
+            loss, terms = step_loss(model(next(batches)), settings.impl)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(drafter.parameters(), settings.clip)
             optimizer.step()
