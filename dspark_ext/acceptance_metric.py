@@ -37,12 +37,12 @@ class AcceptanceMetric(torchmetrics.Metric):
     The same sums, in one state that torchmetrics adds up over the ranks by itself, and the same
     quantities from :meth:`compute`, divided once::
 
-        self.acceptance = AcceptanceMetric(block_size=7)                # in __init__
+        self.acceptance = AcceptanceMetric(block_size=7)  # in __init__
 
         loss, terms = self.loss_fn(self.drafter(batch), return_terms=True)
-        self.acceptance.update(terms)                                   # in training_step
+        self.acceptance.update(terms)  # in training_step
 
-        self.log_dict(self.acceptance.compute())                        # at the epoch's end
+        self.log_dict(self.acceptance.compute())  # at the epoch's end
         self.acceptance.reset()
 
     Args:

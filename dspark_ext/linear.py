@@ -10,7 +10,7 @@ first product.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Optional, Union, overload
 
 import torch
 from torch import Tensor
@@ -42,6 +42,13 @@ from dspark_ext.vocab_parallel import VocabularyShard, find_shard, first_column
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
+
+    from dspark_ext.loss import Options
+
+    class LinearOptions(Options, total=False):
+        chunk_rows: Optional[int]
+
 
 __all__ = ["DSparkLinearOutput", "compute_dspark_linear_loss"]
 
@@ -101,6 +108,45 @@ class DSparkLinearOutput:
     final_logit_softcap: Optional[float] = None
 
 
+@overload
+def compute_dspark_linear_loss(
+    *,
+    outputs: Any,
+    loss_decay_gamma: Optional[float],
+    ce_loss_alpha: float,
+    l1_loss_alpha: float,
+    confidence_head_alpha: float,
+    return_terms: Literal[False] = False,
+    **options: Unpack[LinearOptions],
+) -> Tensor: ...
+
+
+@overload
+def compute_dspark_linear_loss(
+    *,
+    outputs: Any,
+    loss_decay_gamma: Optional[float],
+    ce_loss_alpha: float,
+    l1_loss_alpha: float,
+    confidence_head_alpha: float,
+    return_terms: Literal[True],
+    **options: Unpack[LinearOptions],
+) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+
+@overload
+def compute_dspark_linear_loss(
+    *,
+    outputs: Any,
+    loss_decay_gamma: Optional[float],
+    ce_loss_alpha: float,
+    l1_loss_alpha: float,
+    confidence_head_alpha: float,
+    return_terms: bool,
+    **options: Unpack[LinearOptions],
+) -> Union[Tensor, tuple[Tensor, dict[str, Tensor]]]: ...
+
+
 def compute_dspark_linear_loss(
     *,
     outputs: Any,
@@ -144,7 +190,8 @@ def compute_dspark_linear_loss(
         ``loss``, or ``(loss, terms)``, as :func:`dspark_ext.compute_dspark_loss`.
 
     Raises:
-        ValueError, TypeError, IndexError, RuntimeError: as there.
+        ValueError, TypeError, IndexError, RuntimeError: as
+            :func:`dspark_ext.compute_dspark_loss`.
     """
     if grad_reduction not in ("mean", "sum"):
         raise ValueError(f"grad_reduction is {grad_reduction!r}; expected 'mean' or 'sum'")

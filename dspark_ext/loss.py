@@ -15,7 +15,7 @@ and ``impl="torch"``.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Literal, Optional, Union, overload
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,20 @@ from dspark_ext.vocab_parallel import (
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from typing_extensions import TypedDict, Unpack
+
+    class Options(TypedDict, total=False):
+        """What the overloads of the objective have in common."""
+
+        process_group: Optional[ProcessGroup]
+        grad_reduction: str
+        denominators: Optional[Tensor]
+        tp_group: Optional[ProcessGroup]
+        vocab_start: Optional[int]
+        vocab_size: Optional[int]
+        inplace_grad: bool
+        impl: str
+
 
 __all__ = ["compute_dspark_loss"]
 
@@ -386,6 +400,45 @@ def _row_coefficients(
 # --- The objective ------------------------------------------------------------------------------
 
 
+@overload
+def compute_dspark_loss(
+    *,
+    outputs: Any,
+    loss_decay_gamma: Optional[float],
+    ce_loss_alpha: float,
+    l1_loss_alpha: float,
+    confidence_head_alpha: float,
+    return_terms: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Tensor: ...
+
+
+@overload
+def compute_dspark_loss(
+    *,
+    outputs: Any,
+    loss_decay_gamma: Optional[float],
+    ce_loss_alpha: float,
+    l1_loss_alpha: float,
+    confidence_head_alpha: float,
+    return_terms: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+
+@overload
+def compute_dspark_loss(
+    *,
+    outputs: Any,
+    loss_decay_gamma: Optional[float],
+    ce_loss_alpha: float,
+    l1_loss_alpha: float,
+    confidence_head_alpha: float,
+    return_terms: bool,
+    **options: Unpack[Options],
+) -> Union[Tensor, tuple[Tensor, dict[str, Tensor]]]: ...
+
+
 def compute_dspark_loss(
     *,
     outputs: Any,
@@ -405,13 +458,18 @@ def compute_dspark_loss(
 ) -> Union[Tensor, tuple[Tensor, dict[str, Tensor]]]:
     """The DSpark objective: weighted cross-entropy, L1 distance and confidence BCE.
 
-    ``R * (ce_loss_alpha * sum(w ce) / den + l1_loss_alpha * sum(w l1) / den
-    + confidence_head_alpha * sum(w bce) / den)`` with ``w = eval_mask * exp(-k / gamma)`` and
-    ``den = sum(w)`` over the data-parallel group of size R.
+    With ``w = eval_mask * exp(-k / gamma)``, and ``den = sum(w)`` over the data-parallel group of
+    size R, it is::
+
+        R * (
+            ce_loss_alpha * sum(w * ce) / den
+            + l1_loss_alpha * sum(w * l1) / den
+            + confidence_head_alpha * sum(w * bce) / den
+        )
 
     Args:
         outputs: a :class:`DSparkForwardOutput`, or any object with its attributes.
-        loss_decay_gamma: decay of the weights along the block; None or <= 0 for none.
+        loss_decay_gamma: decay of the weights along the block; None or ``<= 0`` for none.
         ce_loss_alpha, l1_loss_alpha, confidence_head_alpha: weights of the three terms.
             ``l1_loss_alpha <= 0`` switches the L1 term off; the confidence term is off when
             ``confidence_pred`` is None.

@@ -233,7 +233,7 @@ class AcceptanceMeter:
             loss, terms = loss_fn(drafter(batch), return_terms=True)
             meter.update(terms)
             if step % 50 == 49:
-                meter.all_reduce()          # every rank
+                meter.all_reduce()  # every rank
                 log(meter.compute())
                 meter.reset()
         meter.plot("acceptance.png")

@@ -61,13 +61,13 @@ def ce_and_l1(
         tp_group: the ranks that each hold some columns of these rows; the logits are then this
             rank's ``[..., V_local]``, and ids stay global. Two small collectives in forward,
             none in backward.
-        vocab_start: global id of this rank's first column (default: rank * V_local).
+        vocab_start: global id of this rank's first column (default: ``rank * V_local``).
         vocab_size: number of real columns over all ranks (default: all); columns past it are
             padding and take no part.
         impl: ``"auto"``, ``"kernel"`` or ``"torch"``.
 
     Returns:
-        ``(ce, l1)``, each ``[...]`` in float32 (float64 for float64 drafts): ``ce`` in nats,
+        ``(ce, l1)``, each ``[...]`` in float32 (float64 for float64 drafts). ``ce`` is in nats;
         ``l1 = sum |softmax(draft) - softmax(target)|`` in [0, 2] (total variation is ``l1 / 2``).
         Both are differentiable in ``draft_logits``, under independent upstream gradients; the
         backward pass recomputes. The gradient of ``l1`` is the subgradient that is 0 for

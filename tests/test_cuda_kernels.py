@@ -4,6 +4,7 @@ a GPU."""
 from __future__ import annotations
 
 import math
+from typing import Callable
 
 import mutate_cuda
 import oracle
@@ -230,6 +231,23 @@ def test_ids_that_are_no_column(gpu, V, monkeypatch):
     (ce.sum() + l1.sum()).backward()
     assert ce.isnan().tolist() == [False, False, True, True]
     assert recomputed.grad.isnan().all(-1).tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize("impl", ["kernel", "torch"])
+def test_an_id_that_is_no_column_is_named_where_checks_are_asked_for(gpu, impl, monkeypatch):
+    draft, target = on(gpu, *(normal(seed, 4, 33).float() for seed in (1, 2)))
+    (ids,) = on(gpu, torch.tensor([0, -100, 33, -1]))
+    calls = (
+        lambda: dspark_ext.ce_and_l1(draft, target, ids, impl=impl),
+        lambda: dspark_ext.token_log_prob(draft, ids, impl=impl),
+    )
+    for call in calls:
+        monkeypatch.setenv("DSPARK_EXT_CHECK", "1")
+        with pytest.raises(IndexError, match=r"\[2\] is 33.*-100"):
+            call()
+        for nothing in ("0", ""):
+            monkeypatch.setenv("DSPARK_EXT_CHECK", nothing)
+            call()
 
 
 # --- Rows that take no part ----------------------------------------------------------------------
@@ -608,6 +626,50 @@ def test_the_objective_and_its_gradients(gpu, V, dtype, inplace_grad):
     assert float(error) <= 2 * tolerance.gradient * float(expected.draft_gradient.norm())
     confidence = made.confidence_pred.grad.cpu().double() - 2 * expected.confidence_gradient
     assert float(confidence.norm()) <= 2e-6 * float(expected.confidence_gradient.norm())
+
+
+# Operations that look at a tensor's values on the host, whatever device it is on.
+HOST_READS = {"item", "_local_scalar_dense", "is_nonzero", "nonzero", "equal", "allclose"}
+
+
+def host_reads(run: Callable[[], object]) -> set[str]:
+    """Those that are executed, in the bodies of the custom ops too."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        run()
+    return HOST_READS & {event.name.removeprefix("aten::") for event in profile.events()}
+
+
+@pytest.mark.parametrize("inplace_grad", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_a_step_looks_at_no_value_on_the_host(emulator, dtype, inplace_grad, monkeypatch):
+    made = outputs(7, dtype=dtype)
+    leaf = made.draft_logits
+    meter = dspark_ext.AcceptanceMeter(block_size=4)
+
+    def no_copy(*arguments: object) -> None:
+        raise AssertionError("a tensor's values were copied to the host")
+
+    def run() -> None:
+        made.draft_logits = leaf * 1
+        loss, terms = compute_dspark_loss(
+            outputs=made, return_terms=True, inplace_grad=inplace_grad, **OBJECTIVE
+        )
+        (loss * 3).backward()
+        meter.update(terms)
+        log_prob = dspark_ext.token_log_prob(leaf, made.target_ids, active=made.eval_mask)
+        ce, l1 = dspark_ext.ce_and_l1(
+            leaf, made.aligned_target_logits, made.target_ids, active=made.eval_mask
+        )
+        distance = dspark_ext.l1_distance(leaf, made.aligned_target_logits, active=made.eval_mask)
+        (ce.sum() + l1.square().sum() + distance.sum() - log_prob.sum()).backward()
+
+    for name in ("tolist", "numpy", "cpu"):
+        monkeypatch.setattr(Tensor, name, no_copy)
+    monkeypatch.delenv("DSPARK_EXT_CHECK", raising=False)
+    assert host_reads(run) == set()
+    monkeypatch.setenv("DSPARK_EXT_CHECK", "1")
+    assert "item" in host_reads(run), "a read would not be seen"
 
 
 def test_float64_takes_the_torch_path_on_a_device():

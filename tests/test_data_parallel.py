@@ -225,6 +225,7 @@ def _counted_step(rank: int, world_size: int, split: Split, impl: str) -> dict[s
     alone = [dist.new_group([r]) for r in range(world_size)][rank]
     with CollectiveCounter(logits) as counters["a group of one"]:
         compute_dspark_loss(outputs=replace(mine), impl=impl, process_group=alone, **OBJECTIVE)
+    assert all(set(counter.elements) <= {1} for counter in counters.values())
     return {name: (counter.events, counter.sent) for name, counter in counters.items()}
 
 

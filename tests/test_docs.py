@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import re
 import sys
-from typing import Any
+from typing import Any, Optional
 
 import documentation
 import pytest
@@ -65,6 +67,51 @@ def test_links_between_pages_lead_somewhere():
                     re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in headings
                 }
                 assert anchor[1:] in slugs, f"{page}: {target}{anchor}"
+
+
+# --- The tests that pages name --------------------------------------------------------------------
+
+MARKS = ("slow", "demo", "examples", "integrations", "cuda")
+
+
+@functools.cache
+def functions_of(file: str) -> dict[str, tuple[set[str], Optional[int]]]:
+    """A file's functions: the marks that all of one's variants have, and its ``@examples``."""
+    found = {}
+    of_module: set[str] = set()
+    for node in ast.parse((documentation.ROOT / file).read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+            values = node.value.elts if isinstance(node.value, ast.List) else [node.value]
+            of_module = {ast.unparse(value).removeprefix("pytest.mark.") for value in values}
+        if isinstance(node, ast.FunctionDef):
+            decorators = {ast.unparse(d).removeprefix("pytest.mark.") for d in node.decorator_list}
+            counts = [re.fullmatch(r"examples\((\d+)\)", d) for d in decorators]
+            count = next((int(c[1]) for c in counts if c), None)
+            found[node.name] = ((of_module | decorators) & set(MARKS), count)
+    return found
+
+
+def test_every_test_that_a_page_names_is_there():
+    for page in documentation.pages():
+        text = (documentation.ROOT / page).read_text()
+        for file, name in re.findall(r"\b(tests/[\w/]+\.py)::(\w+)", text):
+            assert name in functions_of(file), f"{page}: {file}::{name}"
+
+
+def test_the_reliability_page_marks_each_test_as_it_is_marked():
+    text = (documentation.ROOT / "docs" / "reliability.md").read_text()
+    named = re.findall(r"(?:\*(\w+)\* )?`(tests/[\w/]+\.py)::(test_\w+)`", text)
+    assert len(named) == text.count("::test_") > 100
+    for mark, file, name in named:
+        assert functions_of(file)[name][0] == {mark} - {""}, f"{file}::{name}"
+
+
+def test_the_reliability_page_has_the_number_of_every_propertys_examples():
+    file = "tests/test_properties.py"
+    text = (documentation.ROOT / "docs" / "reliability.md").read_text()
+    stated = dict(re.findall(rf"^\|.*`{file}::(\w+)` \| ([\d,]+) \|$", text, re.MULTILINE))
+    counts = {name: count for name, (_, count) in functions_of(file).items() if count is not None}
+    assert {name: int(count.replace(",", "")) for name, count in stated.items()} == counts
 
 
 # --- The blocks ---------------------------------------------------------------------------------
@@ -220,6 +267,6 @@ def test_every_public_name_is_on_the_api_page():
     assert {f"dspark_ext.{name}" for name in dspark_ext.__all__} <= set(listed)
     for path in listed:
         module, _, name = path.rpartition(".")
-        if module != "dspark_ext.acceptance_metric":  # needs torchmetrics
+        if path != "dspark_ext.metrics.AcceptanceMetric":  # needs torchmetrics
             assert hasattr(importlib.import_module(module), name), path
             assert getattr(sys.modules[module], name).__doc__, path

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 import dspark_ext
 from dspark_ext import (
+    _C,
     DSparkLoss,
     _backend,
     ce_and_l1,
@@ -481,6 +482,14 @@ def test_denominators_of_no_mask_are_refused():
 def test_every_argument_is_a_keyword():
     with pytest.raises(TypeError):
         compute_dspark_loss(outputs(), 4.0, 0.3, 0.7, 0.5)
+
+
+@pytest.mark.skipif(_backend.cuda_architectures() is None, reason="this build has no CUDA kernels")
+def test_a_failure_of_cuda_is_named_with_its_place():
+    # There is no such device, and on most machines that run this no driver either.
+    named = r"cuda\w+\(.*\) failed with cudaError\w+ \(.+\) at .*runtime\.h:\d+"
+    with pytest.raises(RuntimeError, match=named):
+        _C.cuda_scale(0, 0, _C.DType.float32, 0, 0, 4096, 0)
 
 
 # --- Layouts that are accepted -------------------------------------------------------------------

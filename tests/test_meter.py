@@ -245,7 +245,7 @@ def _reduced(rank: int, world_size: int) -> dict[str, Any]:
     found["mine"] = meter.compute()
     with CollectiveCounter() as counter:
         meter.all_reduce()
-    found["collectives"] = (counter.events, counter.sent)
+    found["collectives"] = (counter.events, counter.elements, counter.sent)
     found["first"] = meter.compute()
     meter.all_reduce()
     found["again"] = meter.compute()
@@ -269,7 +269,7 @@ def test_ranks_are_weighed_by_their_positions():
     extra = [step(20 + rank, 2) for rank in range(4)]
     together = quantities(joined(list(steps.values())))
     for rank, found in enumerate(by_rank):
-        assert found["collectives"] == (["all_reduce"], 1), found["collectives"]
+        assert found["collectives"] == (["all_reduce"], [43 + 2 * K], 1), found["collectives"]
         assert_close(found["first"], together)
         assert found["first"] == by_rank[0]["first"], "the ranks report different numbers"
         assert found["again"] == found["first"], "a second all_reduce counted twice"

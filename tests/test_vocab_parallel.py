@@ -572,17 +572,18 @@ def _counted_two_by_two(rank: int, world_size: int, V: int) -> tuple[list[str], 
 
 
 GATHERS = ("all_gather_into_tensor", "all_gather_single")
+# Numbers a row: both rows' statistics, the label's logit and whether it is here; l1 and its sides.
+NUMBERS = {"token_log_prob": [5], "l1_distance": [6, 3]}
 
 
 def test_two_collectives_in_forward_and_none_in_backward(impl):
     for rank, counted in enumerate(run_ranks(_counted, 2, 10, impl)):
         for name, (events, elements, sent) in counted.items():
             collectives = [event for event in events if event != "read"]
-            wanted = 0 if name.startswith("backward") else 1 if name == "token_log_prob" else 2
+            numbers = [] if name.startswith("backward") else NUMBERS.get(name, [8, 3])
             what = f"rank {rank}, {name}: {events} of {elements} elements, {sent} sent"
-            assert len(collectives) == wanted == sent, what
-            # Both rows' statistics, the label's logit and whether it is here; l1 and its sides.
-            assert all(n <= most * A * K for n, most in zip(elements, (8, 3))), what
+            assert elements == [n * A * K for n in numbers], what
+            assert len(collectives) == len(numbers) == sent, what
             assert all(collective in GATHERS for collective in collectives), what
             assert "read" in events, what
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from conftest import TESTS
+from emulated import tool
 
 from dspark_ext import _C
 
@@ -18,10 +22,10 @@ CSRC = TESTS.parent / "csrc"
 FOREIGN = re.compile(r"libtorch|libc10|libcudart|libcuda\.|libpython|libgomp-", re.IGNORECASE)
 
 
-def output_of(tool: str, *arguments: str) -> str:
-    if shutil.which(tool) is None:
-        pytest.skip(f"{tool} is not installed")
-    command = [tool, *arguments, MODULE]
+def output_of(name: str, *arguments: str) -> str:
+    if shutil.which(name) is None:
+        pytest.skip(f"{name} is not installed")
+    command = [name, *arguments, MODULE]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -54,6 +58,45 @@ def test_no_source_includes_torch_and_no_kernel_includes_python():
         if not path.name.startswith("bindings"):
             foreign += [name for name in included if re.match(r"(pybind11/|Python\.h)", name)]
         assert not foreign, f"{path.relative_to(CSRC)} includes {foreign}"
+
+
+def configured(folder: Path, choice: str) -> subprocess.CompletedProcess[str]:
+    """CMake's answer to one DSPARK_CUDA on a machine without nvcc."""
+    command = [tool("cmake"), "-G", "Ninja", "-S", str(CSRC.parent), "-B", str(folder)]
+    command += [f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", f"-DPython_EXECUTABLE={sys.executable}"]
+    environment = {**os.environ, "CUDACXX": str(folder / "no_nvcc")}
+    return subprocess.run(
+        [*command, f"-DDSPARK_CUDA={choice}"], capture_output=True, text=True, env=environment
+    )
+
+
+@pytest.mark.skipif(not CSRC.is_dir(), reason="no source tree beside the tests")
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        ("on", "DSPARK_CUDA=on, but no working nvcc was found: put it on PATH, set CUDACXX"),
+        ("maybe", "DSPARK_CUDA is 'maybe'; expected auto, on or off."),
+    ],
+)
+def test_a_build_that_cannot_be_had_is_refused_in_one_sentence(choice, words, tmp_path):
+    done = configured(tmp_path, choice)
+    assert done.returncode != 0
+    assert words in " ".join(done.stderr.split()), done.stderr
+
+
+@pytest.mark.skipif(not CSRC.is_dir(), reason="no source tree beside the tests")
+def test_without_nvcc_a_build_is_for_the_cpu_and_for_every_cpu(tmp_path):
+    done = configured(tmp_path, "auto")
+    assert done.returncode == 0, done.stderr
+    assert "dspark_ext: CUDA kernels OFF (DSPARK_CUDA=auto)" in done.stdout
+    commands = json.loads((tmp_path / "compile_commands.json").read_text())
+    ours = [c["command"] for c in commands if Path(c["file"]).is_relative_to(CSRC)]
+    assert len(ours) >= 5 and not any(".cu" in c["file"] for c in commands)
+    for command in ours:
+        assert "-ffp-contract=off" in command and "-fvisibility=hidden" in command
+        assert not re.search(r"-march=native|-ffast-math|-Ofast|-funsafe", command)
+        wide = "DSPARK_LEVEL=avx2" in command
+        assert wide or not re.search(r"-m(avx|fma|f16c|sse4|arch)", command)
 
 
 def test_importing_loads_no_second_openmp_runtime():

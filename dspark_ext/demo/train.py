@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -201,6 +202,15 @@ def make_optimizer(drafter: Drafter, settings: Settings) -> torch.optim.Optimize
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.01)
 
 
+def distributed(drafter: Drafter) -> DistributedDataParallel:
+    """The drafter under DDP. Its shared head is a buffer that never changes: nothing to broadcast
+    before a step."""
+    known = inspect.signature(DistributedDataParallel).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    options: dict[str, Any] = {name: False}  # torch 2.13 renamed it
+    return DistributedDataParallel(drafter, **options)
+
+
 def train(
     target: Target,
     cache: Cache,
@@ -219,8 +229,7 @@ def train(
     """
     drafter = make_drafter(target, settings)
     rank, ranks = place()
-    # The shared head is a buffer that never changes: nothing to broadcast before a step.
-    model = DistributedDataParallel(drafter, broadcast_buffers=False) if ranks > 1 else drafter
+    model = distributed(drafter) if ranks > 1 else drafter
     optimizer = make_optimizer(drafter, settings)
 
     def learning_rate(step: int) -> float:

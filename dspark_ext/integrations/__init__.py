@@ -59,10 +59,11 @@ def patch(name: str) -> Handle:
 
 
 def available() -> list[Trainer]:
-    """The installed trainers among those that ``patch`` knows.
+    """The installed trainers among those that :func:`patch` knows.
 
     Found by their files and their version, without importing them. ``Trainer.problem`` says why
-    one cannot be patched; ``patch`` imports the trainer and checks its functions' signatures too.
+    one cannot be patched; :func:`patch` imports the trainer and checks its functions' signatures
+    too.
     """
     found = [patching.find(integration) for integration in _INTEGRATIONS.values()]
     return [trainer for trainer in found if trainer is not None]

@@ -64,10 +64,10 @@ class Integration:
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """An installed trainer, as ``available`` found it.
+    """An installed trainer, as :func:`dspark_ext.integrations.available` found it.
 
     Attributes:
-        name: what ``patch`` calls it.
+        name: what :func:`dspark_ext.integrations.patch` calls it.
         version: of its installed distribution; None where there is none (a source tree).
         problem: why ``patch`` would refuse it, None where it would not.
     """
@@ -78,6 +78,7 @@ class Trainer:
 
     @property
     def patchable(self) -> bool:
+        """Whether ``problem`` is None."""
         return self.problem is None
 
 
