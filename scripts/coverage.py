@@ -32,6 +32,10 @@ source_pkgs = dspark_ext
 data_file = {folder}/python/data
 parallel = true
 patch = subprocess
+concurrency = multiprocessing, thread
+[report]
+# The blocks of the documentation have no file.
+ignore_errors = true
 """
 
 

@@ -136,3 +136,19 @@ def assert_statistics(V: int, dtype: torch.dtype, device: Union[str, torch.devic
         ce = oracle.cross_entropy(expected, int(y))
         relative = tolerance.ce if ce >= 1e-3 else tolerance.small_ce
         assert -float(log_prob[i]) == pytest.approx(ce, rel=relative, abs=0), rows.regimes[i]
+
+
+def assert_distances(V: int, pair: Pair, device: Union[str, torch.device] = "cpu") -> None:
+    """What l1_distance gives for every regime: L1 and both sides of the signed mass."""
+    rows, expected = case(V, pair)
+    real = f64 if f64 in pair else f32
+    draft, target = rows.draft.to(device), rows.target.to(device)
+    statistics = [OPS.log_softmax_fwd(x, None, None)[0].to(real) for x in (draft, target)]
+    l1, sides = OPS.l1_distance_fwd(draft, target, *statistics, None)
+    tolerance = TOLERANCES[f64 if pair == (f64, f64) else f32]  # statistics of fp32 logits are fp32
+    for i, (l1_i, sides_i, row) in enumerate(zip(l1.tolist(), sides.tolist(), expected)):
+        assert l1_i == pytest.approx(row.l1, rel=0, abs=tolerance.l1), rows.regimes[i]
+        below, above = 2 * row.mass.below + row.mass.tie, 2 * row.mass.above + row.mass.tie
+        unknown = 2 * float(row.p[row.unresolved].sum())
+        for side, true in zip(sides_i, (below, above)):
+            assert abs(side - true) <= tolerance.gradient * true + unknown, rows.regimes[i]

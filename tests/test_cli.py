@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -103,13 +104,18 @@ def test_bench_refuses_an_in_place_gradient_in_evaluation(capsys):
         (["--contenders", "logits"], "logits runs with --linear only"),
         ([*LINEAR, "--contenders", "torch"], "torch runs without --linear only"),
         ([*LINEAR, "--target-dtype", "bfloat16"], "leave --target-dtype"),
-        ([*LINEAR, "--head", "trained", "--evaluation"], "no gradient"),
-        ([*LINEAR, "--inplace", "--evaluation"], "no gradient"),
+        ([*LINEAR, "--head", "trained", "--evaluation"], "no gradient that a head"),
+        ([*LINEAR, "--inplace", "--evaluation"], "no gradient that could be written in place"),
     ],
 )
 def test_bench_refuses_options_of_the_other_start(arguments, message, capsys):
     assert main([*TINY, *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_bench_says_when_the_inputs_do_not_fit(capsys):
+    assert main([*TINY, "--vocab", str(2**50)]) == 1
+    assert "The benchmark could not run: " in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -261,6 +267,15 @@ def test_bench_options_reach_the_problem_from_hidden_states(tmp_path, capsys):
     assert [contender["gradient_error"] for contender in report["contenders"]] == [None, None]
     assert report["contenders"][1]["agrees"] is True
     assert "no_grad from hidden states" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("start", [[], LINEAR], ids=["logits", "hidden states"])
+def test_an_evaluations_default_contenders_write_no_gradient_in_place(start):
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    args = parser.parse_args([*start, "--evaluation"])
+    assert cli._complaint(args) is None
+    assert "inplace" not in cli._chosen(args)
 
 
 @on_linux

@@ -10,7 +10,17 @@ import mutate_cuda
 import oracle
 import pytest
 import torch
-from accuracy import OPS, PATHS, assert_accurate, assert_statistics, bf16, f16, f32, pair_name
+from accuracy import (
+    OPS,
+    PATHS,
+    assert_accurate,
+    assert_distances,
+    assert_statistics,
+    bf16,
+    f16,
+    f32,
+    pair_name,
+)
 from conftest import TOLERANCES
 from emulated import MAX_CLUSTERS
 from gpu import emulator, gpu
@@ -69,6 +79,12 @@ def test_accuracy_of_large_vocabularies_in_every_dtype(gpu, V, pair, path):
 @pytest.mark.parametrize("V", [7, 4097, 49152])
 def test_log_softmax_gives_statistics_and_log_probabilities(gpu, V, dtype):
     assert_statistics(V, dtype, gpu.device)
+
+
+@pytest.mark.parametrize("pair", EQUAL_PAIRS + MIXED_PAIRS, ids=pair_name)
+@pytest.mark.parametrize("V", [7, 4097])
+def test_l1_distance_gives_l1_and_both_sides_of_the_signed_mass(gpu, V, pair):
+    assert_distances(V, pair, gpu.device)
 
 
 @pytest.mark.parametrize("V", [151936, 49160])

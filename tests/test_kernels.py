@@ -14,6 +14,7 @@ from accuracy import (
     OPS,
     PATHS,
     assert_accurate,
+    assert_distances,
     assert_statistics,
     bf16,
     case,
@@ -22,7 +23,7 @@ from accuracy import (
     f64,
     pair_name,
 )
-from conftest import TESTS, TOLERANCES, run_python
+from conftest import TESTS, run_python
 from inputs import DTYPES, LAYOUTS, generator, labelled_rows, name_of, normal
 from torch import Tensor
 
@@ -87,17 +88,7 @@ def test_log_softmax_gives_statistics_and_log_probabilities(V, dtype):
 @pytest.mark.parametrize("pair", PAIRS, ids=pair_name)
 @pytest.mark.parametrize("V", (7, 4097, 49152))
 def test_l1_distance_gives_l1_and_both_sides_of_the_signed_mass(V, pair):
-    rows, expected = case(V, pair)
-    real = f64 if f64 in pair else f32
-    statistics = [OPS.log_softmax_fwd(x, None, None)[0].to(real) for x in (rows.draft, rows.target)]
-    l1, sides = OPS.l1_distance_fwd(rows.draft, rows.target, *statistics, None)
-    tolerance = TOLERANCES[f64 if pair == (f64, f64) else f32]  # statistics of fp32 logits are fp32
-    for i, (l1_i, sides_i, row) in enumerate(zip(l1.tolist(), sides.tolist(), expected)):
-        assert l1_i == pytest.approx(row.l1, rel=0, abs=tolerance.l1), rows.regimes[i]
-        below, above = 2 * row.mass.below + row.mass.tie, 2 * row.mass.above + row.mass.tie
-        unknown = 2 * float(row.p[row.unresolved].sum())
-        for side, true in zip(sides_i, (below, above)):
-            assert abs(side - true) <= tolerance.gradient * true + unknown, rows.regimes[i]
+    assert_distances(V, pair)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)

@@ -443,6 +443,19 @@ def test_a_shard_without_its_group_is_refused():
             l1_distance(made.draft_logits, made.aligned_target_logits, **keywords)
 
 
+def test_a_shard_of_less_than_nothing_is_refused():
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        made = two_by_two(0, 33)
+        for name in ("vocab_start", "vocab_size"):
+            keywords = {"tp_group": dist.group.WORLD, name: -1}
+            with pytest.raises(ValueError, match=f"{name} is -1; expected at least 0"):
+                l1_distance(made.draft_logits, made.aligned_target_logits, **keywords)
+    finally:
+        dist.destroy_process_group()
+
+
 # --- DTensors -----------------------------------------------------------------------------------
 
 

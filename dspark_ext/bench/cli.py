@@ -184,7 +184,9 @@ def _chosen(args: argparse.Namespace) -> list[str]:
     default = (
         name
         for name, contender in known.items()
-        if not contender.inplace and (args.device == "cuda" or not contender.gpu_only)
+        if not contender.inplace
+        and not (args.evaluation and name == "inplace")
+        and (args.device == "cuda" or not contender.gpu_only)
     )
     wanted = {"ours", *(args.contenders or default)}
     if args.inplace:
