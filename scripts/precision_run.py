@@ -88,8 +88,8 @@ def report(runs: dict[str, Run], seeds: list[int]) -> tuple[str, bool]:
             figure = "loss curve" if name == "curve" else name.replace("_", " ")
             differences.append([dtype, figure, difference, noise, difference / noise])
     text = tabulate(ends, ["logits", "by", "loss", "accept rate", "tau"], "pipe", floatfmt=".4f")
-    headers = ["logits", "", "kernel - float64", "seeds", "ratio"]
-    formats = ("", "", ".1e", ".1e", ".1g")
+    headers = ["logits", "", "largest difference", "of seeds", "ratio"]
+    formats = ("", "", ".1e", ".1e", ".2f")
     return f"{text}\n\n{tabulate(differences, headers, 'pipe', floatfmt=formats)}", within
 
 
