@@ -470,7 +470,7 @@ def compute_dspark_loss(
     Args:
         outputs: a :class:`DSparkForwardOutput`, or any object with its attributes.
         loss_decay_gamma: decay of the weights along the block; None or ``<= 0`` for none.
-        ce_loss_alpha, l1_loss_alpha, confidence_head_alpha: weights of the three terms.
+        ce_loss_alpha, l1_loss_alpha, confidence_head_alpha: the term's weight in the sum.
             ``l1_loss_alpha <= 0`` switches the L1 term off; the confidence term is off when
             ``confidence_pred`` is None.
         return_terms: also return the detached terms.

@@ -86,8 +86,8 @@ class Handle:
     """One use of a patch, as a value or as a context manager.
 
     Attributes:
-        name: the trainer.
-        replaced: dotted names of the functions that were replaced.
+        name (str): the trainer.
+        replaced (tuple[str, ...]): dotted names of the functions that were replaced.
     """
 
     def __init__(self, name: str, installed: _Installed) -> None:
