@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Callable
 
 import oracle
 import pytest
@@ -598,6 +599,37 @@ def test_an_expanded_target_equals_a_copied_one(dtype, impl):
         results(replace(made, aligned_target_logits=expanded.contiguous()), impl),
         "expanded target",
     )
+
+
+def allocated_by(run: Callable[[], object]) -> int:
+    """Bytes of all tensors that are made, in the bodies of the custom ops too."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        run()
+    return sum(max(event.self_cpu_memory_usage, 0) for event in profile.events())
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "expanded", "offset_by_one"])
+def test_logits_are_read_where_they_stand_unless_their_columns_are_apart(layout):
+    arrange = {
+        **LAYOUTS,
+        "expanded": lambda x: x[:1].expand_as(x),
+        "offset_by_one": lambda x: torch.cat([x[0, 0, 0, :1], x.flatten()])[1:].view_as(x),
+    }[layout]
+    made = outputs(38, (4, 8, 8, 4099), requires_grad=False)
+    logits = made.draft_logits.nbytes + made.aligned_target_logits.nbytes
+    made = replace(
+        made,
+        draft_logits=arrange(made.draft_logits),
+        aligned_target_logits=arrange(made.aligned_target_logits),
+    )
+    copies = 1 if layout == "last_dimension_strided" else 0
+    rows_of = (made.draft_logits, made.aligned_target_logits, made.target_ids)
+    for run in (
+        lambda: compute_dspark_loss(outputs=made, impl="kernel", **USUAL),
+        lambda: ce_and_l1(*rows_of, impl="kernel"),
+    ):
+        assert copies <= allocated_by(run) / logits <= copies + 0.1
 
 
 @pytest.mark.parametrize("V", [7, 257, 32003, 151937])

@@ -877,6 +877,23 @@ def test_only_the_products_of_gradients_that_are_wanted_are_taken(impl):
 
 # --- Memory --------------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize(
+    ("buffers", "columns", "itemsize", "device", "rows"),
+    [
+        (1, 49152, 2, "cpu", 640),  # 682 in 64 MiB
+        (2, 49152, 4, "cpu", 128),  # 170
+        (3, 151936, 4, "cpu", 128),  # 36: fewer than a product needs
+        (2, 151936, 2, "cuda", 768),  # 883 in 512 MiB
+        (3, 151936, 4, "cuda", 512),  # 294
+    ],
+)
+def test_a_chunk_fills_its_budget_in_multiples_of_128_rows(
+    buffers, columns, itemsize, device, rows
+):
+    assert linear._default_chunk_rows(buffers * columns * itemsize, device, None) == rows
+
+
 MEMORY_OF_A_STEP = """
 import ctypes, json, pathlib, re, torch
 from dspark_ext import *

@@ -60,6 +60,15 @@ def test_no_source_includes_torch_and_no_kernel_includes_python():
         assert not foreign, f"{path.relative_to(CSRC)} includes {foreign}"
 
 
+@pytest.mark.skipif(not CSRC.is_dir(), reason="no source tree beside the tests")
+def test_no_kernel_adds_in_the_order_in_which_threads_arrive():
+    sources = [path for path in CSRC.rglob("*") if path.suffix in (".h", ".cpp", ".cu", ".cuh")]
+    assert any(path.suffix == ".cu" for path in sources)
+    unordered = re.compile(r"atomic|\b(?:atom|red)\.|\breduction\s*\(", re.IGNORECASE)
+    for path in sources:
+        assert not unordered.search(path.read_text()), path.relative_to(CSRC)
+
+
 def configured(folder: Path, choice: str) -> subprocess.CompletedProcess[str]:
     """CMake's answer to one DSPARK_CUDA on a machine without nvcc."""
     command = [tool("cmake"), "-G", "Ninja", "-S", str(CSRC.parent), "-B", str(folder)]
