@@ -110,40 +110,19 @@ class DSparkLinearOutput:
 
 @overload
 def compute_dspark_linear_loss(
-    *,
-    outputs: Any,
-    loss_decay_gamma: Optional[float],
-    ce_loss_alpha: float,
-    l1_loss_alpha: float,
-    confidence_head_alpha: float,
-    return_terms: Literal[False] = False,
-    **options: Unpack[LinearOptions],
+    *, return_terms: Literal[False] = False, **options: Unpack[LinearOptions]
 ) -> Tensor: ...
 
 
 @overload
 def compute_dspark_linear_loss(
-    *,
-    outputs: Any,
-    loss_decay_gamma: Optional[float],
-    ce_loss_alpha: float,
-    l1_loss_alpha: float,
-    confidence_head_alpha: float,
-    return_terms: Literal[True],
-    **options: Unpack[LinearOptions],
+    *, return_terms: Literal[True], **options: Unpack[LinearOptions]
 ) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
 @overload
 def compute_dspark_linear_loss(
-    *,
-    outputs: Any,
-    loss_decay_gamma: Optional[float],
-    ce_loss_alpha: float,
-    l1_loss_alpha: float,
-    confidence_head_alpha: float,
-    return_terms: bool,
-    **options: Unpack[LinearOptions],
+    *, return_terms: bool, **options: Unpack[LinearOptions]
 ) -> Union[Tensor, tuple[Tensor, dict[str, Tensor]]]: ...
 
 
@@ -229,14 +208,13 @@ def compute_dspark_linear_loss(
     objective, ce, l1 = _run(
         inputs, has_l1, ce_coefficient, l1_coefficient, use_kernel, shard, chunk_rows
     )
-    known_l1 = l1 if has_l1 else None
-    confidence_num = _confidence_num(inputs, known_l1, weights)
+    confidence_num = _confidence_num(inputs, l1, weights)
     loss = objective + confidence_num * _term_factor(
         world_size * confidence_head_alpha, denominator
     )
     if not return_terms:
         return loss
-    terms = _local_terms(inputs, weights, ce, known_l1, l1_loss_alpha, confidence_num)
+    terms = _local_terms(inputs, weights, ce, l1, l1_loss_alpha, confidence_num)
     return loss, _returned_terms(terms, ce_loss_alpha, l1_loss_alpha, confidence_head_alpha)
 
 
@@ -496,8 +474,9 @@ def _run(
     use_kernel: bool,
     shard: Optional[VocabularyShard],
     chunk_rows: Optional[int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``sum(a * ce + b * l1)``, differentiable, and the rows' ce and l1 ``[B, A, K]``."""
+) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+    """``sum(a * ce + b * l1)``, differentiable, the rows' ce and, where there is one, l1, both
+    ``[B, A, K]``."""
     weight, bias, markov_weight = inputs.weight, inputs.bias, inputs.markov_weight
     teacher, target_weight, target_bias = (
         (inputs.target_hidden, inputs.target_weight, inputs.target_bias)
@@ -547,7 +526,7 @@ def _run(
         options,
     )
     leading = inputs.ids.shape
-    return objective, ce.reshape(leading), l1.reshape(leading)
+    return objective, ce.reshape(leading), l1.reshape(leading) if has_l1 else None
 
 
 def _flat(rows: Optional[Tensor]) -> Optional[Tensor]:

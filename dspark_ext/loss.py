@@ -45,11 +45,16 @@ from dspark_ext.vocab_parallel import (
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from typing_extensions import TypedDict, Unpack
+    from typing_extensions import Required, TypedDict, Unpack
 
     class Options(TypedDict, total=False):
-        """What the overloads of the objective have in common."""
+        """Every keyword of the objective but the one that its result's type depends on."""
 
+        outputs: Required[Any]
+        loss_decay_gamma: Required[Optional[float]]
+        ce_loss_alpha: Required[float]
+        l1_loss_alpha: Required[float]
+        confidence_head_alpha: Required[float]
         process_group: Optional[ProcessGroup]
         grad_reduction: str
         denominators: Optional[Tensor]
@@ -321,18 +326,16 @@ def _local_terms(
 ) -> dict[str, Tensor]:
     """Weighted sums from the rows' ``ce`` and ``l1`` (None where none is known), and with them
     the diagnostics, which only those who ask for terms want to pay for."""
-    denominator = _sum(weights)
-    l1_num, l1_den = _compute_local_l1_term(
-        l1_dist_per_token=l1 if l1_loss_alpha > 0 else None, loss_weight_mask=weights
-    )
+    denominator, zero = _sum(weights), weights.new_zeros(())
     has_confidence = outputs.confidence_pred is not None
+    l1_loss = l1 if l1_loss_alpha > 0 else None
     terms = {
         "ce_loss_num": _weighted_sum(weights, ce),
         "ce_loss_den": denominator,
-        "l1_loss_num": l1_num,
-        "l1_loss_den": l1_den,
+        "l1_loss_num": zero if l1_loss is None else _weighted_sum(weights, l1_loss),
+        "l1_loss_den": zero if l1_loss is None else denominator,
         "confidence_loss_num": confidence_num,
-        "confidence_loss_den": denominator if has_confidence else torch.zeros_like(denominator),
+        "confidence_loss_den": denominator if has_confidence else zero,
     }
     if with_diagnostics:
         terms.update(
@@ -402,40 +405,19 @@ def _row_coefficients(
 
 @overload
 def compute_dspark_loss(
-    *,
-    outputs: Any,
-    loss_decay_gamma: Optional[float],
-    ce_loss_alpha: float,
-    l1_loss_alpha: float,
-    confidence_head_alpha: float,
-    return_terms: Literal[False] = False,
-    **options: Unpack[Options],
+    *, return_terms: Literal[False] = False, **options: Unpack[Options]
 ) -> Tensor: ...
 
 
 @overload
 def compute_dspark_loss(
-    *,
-    outputs: Any,
-    loss_decay_gamma: Optional[float],
-    ce_loss_alpha: float,
-    l1_loss_alpha: float,
-    confidence_head_alpha: float,
-    return_terms: Literal[True],
-    **options: Unpack[Options],
+    *, return_terms: Literal[True], **options: Unpack[Options]
 ) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
 @overload
 def compute_dspark_loss(
-    *,
-    outputs: Any,
-    loss_decay_gamma: Optional[float],
-    ce_loss_alpha: float,
-    l1_loss_alpha: float,
-    confidence_head_alpha: float,
-    return_terms: bool,
-    **options: Unpack[Options],
+    *, return_terms: bool, **options: Unpack[Options]
 ) -> Union[Tensor, tuple[Tensor, dict[str, Tensor]]]: ...
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
 import sys
@@ -25,7 +26,8 @@ from dspark_ext import DSparkForwardOutput
 from dspark_ext.demo import target
 from dspark_ext.demo.train import Settings, StepLoss, objective, train
 
-WAYS = [(dtype, judge) for dtype in ("float32", "bfloat16") for judge in ("kernel", "float64")]
+DTYPES, JUDGES = ("float32", "bfloat16"), ("kernel", "float64")
+WAYS = tuple(itertools.product(DTYPES, JUDGES))
 FIGURES = ("loss", "accept_rate", "tau")
 SMOOTHED = 20  # steps that a point of the loss curve is the mean of
 
@@ -57,7 +59,7 @@ def trained(text: tuple, steps: int, seed: int, dtype: str, judge: str) -> Run:
     history = train(*text, settings, step_loss(dtype, judge))
     last = history["held_out"][-1]
     curve = smooth([step["loss"] for step in history["steps"]])
-    return {**{name: [last[name]] for name in FIGURES}, "curve": curve}
+    return {"curve": curve, **{name: [last[name]] for name in FIGURES}}
 
 
 def spread(runs: list[Run], name: str) -> float:
@@ -77,8 +79,8 @@ def report(runs: dict[str, Run], seeds: list[int]) -> tuple[str, bool]:
         means = [statistics.mean(run[name][0] for run in found) for name in FIGURES]
         ends.append([dtype, judge, *means])
     differences, within = [], True
-    for dtype in dict(WAYS):
-        kernel, exact = of(dtype, "kernel"), of(dtype, "float64")
+    for dtype in DTYPES:
+        kernel, exact = (of(dtype, judge) for judge in JUDGES)
         for name in (*FIGURES, "curve"):
             difference = max(
                 abs(x - y) for k, e in zip(kernel, exact) for x, y in zip(k[name], e[name])

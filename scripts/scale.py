@@ -9,6 +9,7 @@ takes two tensors of the largest size, 10 GB as it comes.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import statistics
 import time
@@ -19,7 +20,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from dspark_ext import DSparkForwardOutput, compute_dspark_loss
-from dspark_ext.bench.problem import DTYPES, LOSS
+from dspark_ext.bench.problem import DTYPES, LOSS, Layer
 from dspark_ext.bench.timing import progress
 
 BLOCK = 8
@@ -34,17 +35,19 @@ class Size:
     def __init__(self, rows: int, columns: int, memory: tuple[Tensor, Tensor]) -> None:
         self.rows, self.columns = rows, columns
         blocks = (1, rows // BLOCK)
-        self.draft, self.target = (flat[: rows * columns].view(-1, columns) for flat in memory)
+        self.draft, self.target = (
+            flat[: rows * columns].view(*blocks, BLOCK, columns) for flat in memory
+        )
         generator = torch.Generator().manual_seed(rows + columns)
         shape = (2, BANK_ROWS, columns)
         self.bank = torch.randn(shape, generator=generator).mul_(2).to(self.draft.dtype)
         self.outputs = DSparkForwardOutput(
-            self.draft.view(*blocks, BLOCK, columns),
+            self.draft,
             torch.arange(rows).mul(9973).remainder(columns).view(*blocks, BLOCK),
             torch.ones(*blocks, BLOCK),
             torch.ones(blocks),
             torch.randn(*blocks, BLOCK, generator=generator),
-            self.target.view(*blocks, BLOCK, columns),
+            self.target,
         )
         self.step_ms: list[float] = []
         self.kernel_ms: list[float] = []
@@ -61,25 +64,13 @@ class Size:
         return (time.perf_counter() - begin) * 1e3
 
     def step(self) -> None:
-        made = _Made.apply(torch.zeros((), requires_grad=True), self.outputs.draft_logits)
-        outputs = DSparkForwardOutput(**{**vars(self.outputs), "draft_logits": made})
+        draft = Layer.apply(torch.zeros((), requires_grad=True), self)
+        outputs = dataclasses.replace(self.outputs, draft_logits=draft)
         compute_dspark_loss(outputs=outputs, inplace_grad=True, **LOSS).backward()
 
     def kernel(self) -> None:
-        ids, ones = self.outputs.target_ids.view(-1), torch.ones(self.rows)
+        ids, ones = self.outputs.target_ids, self.outputs.eval_mask
         torch.ops.dspark_ext.weighted_inplace_(self.draft, self.target, ids, None, ones, ones)
-
-
-class _Made(torch.autograd.Function):
-    """Logits that were computed from something, as a drafter's are: a leaf's memory stays."""
-
-    @staticmethod
-    def forward(ctx, source: Tensor, logits: Tensor) -> Tensor:
-        return logits.detach()
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[None, None]:
-        return None, None
 
 
 def table(sizes: list[Size], rounds: int) -> str:
@@ -93,8 +84,8 @@ def table(sizes: list[Size], rounds: int) -> str:
         pairs = size.rows * size.columns
         step, kernel = (statistics.median(ms[1:]) for ms in (size.step_ms, size.kernel_ms))
         lines.append((size.rows, size.columns, step, step / pairs * 1e6, kernel / pairs * 1e6))
-    ratios = [[line[i] / lines[-1][i] for i in (3, 4)] for line in lines]
-    lines = [(*line, *ratio) for line, ratio in zip(lines, ratios)]
+    last = lines[-1]
+    lines = [(*line, line[3] / last[3], line[4] / last[4]) for line in lines]
     headers = ("rows", "columns", "step ms", "ns a pair", "kernel's", "to the last", "kernel's")
     formats = (",d", ",d", ",.1f", ".3f", ".3f", ".2f", ".2f")
     text = [[format(value, f) for value, f in zip(line, formats)] for line in lines]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, Optional
 
 import pytest
@@ -59,6 +61,16 @@ def run_json(code: str, *arguments: Any, **keywords: Any) -> Any:
     """What a fresh interpreter printed as JSON on its last line; arguments reach it as JSON."""
     printed = run_python("-c", code, *map(json.dumps, arguments), **keywords)
     return json.loads(printed.splitlines()[-1])
+
+
+def load_file(path: Path) -> ModuleType:
+    """A script or an example as a module of its name."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(autouse=True)

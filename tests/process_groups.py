@@ -3,7 +3,7 @@
 ``run_ranks(body, world_size, *arguments)`` calls ``body(rank, world_size, *arguments)`` on every
 rank and returns what the ranks returned; a rank that raises, dies or hangs fails the test with
 every rank's traceback. ``run_outcomes`` returns what became of each rank instead, and
-``CollectiveCounter`` counts a rank's collectives.
+``CollectiveCounter`` counts a rank's collectives. ``group_of_one`` is for what one rank can show.
 
 The ranks are forked by a server that has imported torch once, which costs a tenth of what an
 import in each of them would. ``body`` is a module-level function; its arguments and results are
@@ -23,6 +23,7 @@ import os
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from typing import Any, Callable, Sequence
 
 import pytest
@@ -57,6 +58,17 @@ class Outcome:
 
     def __str__(self) -> str:
         return f"--- rank {self.rank} {self.kind} after {self.seconds:.1f} s\n{self.traceback}"
+
+
+@contextlib.contextmanager
+def group_of_one() -> Iterator[Any]:
+    """A group that this process alone forms."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
 
 
 def run_ranks(

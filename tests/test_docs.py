@@ -9,12 +9,13 @@ import importlib.util
 import itertools
 import re
 import sys
-from typing import Any, Optional
+from typing import Optional
 
 import documentation
 import pytest
 import torch
-from inputs import outputs
+from conftest import load_file
+from inputs import OBJECTIVE, outputs
 from torch import nn
 
 import dspark_ext
@@ -24,9 +25,6 @@ pytestmark = pytest.mark.skipif(
     not (documentation.ROOT / "docs").is_dir(), reason="no source tree beside the tests"
 )
 
-SETTINGS = dict(
-    loss_decay_gamma=4.0, ce_loss_alpha=0.1, l1_loss_alpha=0.9, confidence_head_alpha=1.0
-)
 B, A, K, V, H, R = 2, 3, 4, 33, 8, 2
 
 # Pages whose blocks are executed elsewhere, where what they need is at hand.
@@ -67,6 +65,15 @@ def test_links_between_pages_lead_somewhere():
                     re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in headings
                 }
                 assert anchor[1:] in slugs, f"{page}: {target}{anchor}"
+
+
+def test_both_pages_with_the_speed_table_have_the_same_one():
+    figures = r"^\|.*?\| ([\d,.]+ \| [\d.]+ \| [\d.]+ % \| [\d,.]+ \| .* \|)$"
+    tables = [
+        re.findall(figures, (documentation.ROOT / page).read_text(), re.MULTILINE)
+        for page in ("README.md", "docs/benchmarks.md")
+    ]
+    assert tables[0] == tables[1] and len(tables[0]) == 5
 
 
 # --- The tests that pages name --------------------------------------------------------------------
@@ -163,7 +170,7 @@ def test_the_metrics_page_runs(tmp_path, monkeypatch, capsys):
             "K": K,
             "torch": torch,
             "drafter": Toy(),
-            "loss_fn": DSparkLoss(**SETTINGS),
+            "loss_fn": DSparkLoss(**OBJECTIVE),
             "loader": batches(50),
             "held_out": batches(3),
             "log": logged.append,
@@ -192,7 +199,7 @@ def test_the_page_about_hidden_states_runs():
             "V": V,
             "R": R,
             "lm_head": lm_head,
-            "settings": SETTINGS,
+            "settings": OBJECTIVE,
             "draft_hidden": torch.randn(B, A, K, H, requires_grad=True),
             "target_hidden": torch.randn(B, A, K, H),
             "previous_ids": made.target_ids,
@@ -210,7 +217,7 @@ def test_the_page_about_hidden_states_runs():
                 target_hidden=names["target_hidden"],
             )
             documentation.run("docs/linear.md", names)
-            loss = dspark_ext.compute_dspark_linear_loss(outputs=names["outputs"], **SETTINGS)
+            loss = dspark_ext.compute_dspark_linear_loss(outputs=names["outputs"], **OBJECTIVE)
             loss.backward()
             assert names["projection"].weight.grad.abs().sum() > 0
         assert lm_head.weight.grad.abs().sum() > 0
@@ -219,7 +226,7 @@ def test_the_page_about_hidden_states_runs():
 
 def test_the_numerics_page_is_right():
     made = outputs(1, (B, A, K, V))
-    names = documentation.run("docs/numerics.md", {"outputs": made, "settings": SETTINGS})
+    names = documentation.run("docs/numerics.md", {"outputs": made, "settings": OBJECTIVE})
     assert names["error_here"] < 1e-5
     # Percents of some build of PyTorch, but always thousands of times ours.
     assert names["error_of_pytorch"] > max(1e-3, 1000 * names["error_here"])
@@ -232,7 +239,7 @@ def test_the_examples_page_shows_lines_of_the_examples(monkeypatch):
     for line in block.splitlines()[:2]:
         assert re.sub(r"\s+", "", line) in trainer
     monkeypatch.syspath_prepend(str(examples))
-    synthetic = _module("synthetic", examples / "synthetic.py")
+    synthetic = load_file(examples / "synthetic.py")
     windows = synthetic.Windows(8)
     names = documentation.run(
         "docs/examples.md",
@@ -252,13 +259,6 @@ def test_the_examples_page_shows_lines_of_the_examples(monkeypatch):
         re.findall(r"`examples/(\w+\.py)`", (documentation.ROOT / "docs/examples.md").read_text())
     )
     assert named == {path.name for path in examples.glob("*.py")}
-
-
-def _module(name: str, path: Any) -> Any:
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_every_public_name_is_on_the_api_page():

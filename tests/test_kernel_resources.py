@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import sys
 from types import ModuleType
 
 import pytest
+from conftest import load_file
 from emulated import ROOT
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
@@ -15,13 +15,7 @@ pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is no
 
 @pytest.fixture(scope="module")
 def resources() -> ModuleType:
-    path = ROOT / "scripts" / "kernel_resources.py"
-    spec = importlib.util.spec_from_file_location("kernel_resources", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["kernel_resources"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_file(ROOT / "scripts" / "kernel_resources.py")
 
 
 @pytest.mark.parametrize(

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from types import ModuleType
 
 import pytest
+from conftest import load_file
 from emulated import ROOT
 from test_demo import made_up_text
 
 pytest.importorskip("tqdm", reason="the demo extra brings it")
 
 
-def load_script() -> ModuleType:
-    path = ROOT / "scripts" / "precision_run.py"
-    spec = importlib.util.spec_from_file_location("precision_run", path)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return load_file(ROOT / "scripts" / "precision_run.py")
 
 
-def test_runs_are_compared_kept_and_not_repeated(tmp_path, monkeypatch, capsys):
-    script = load_script()
+def test_runs_are_compared_kept_and_not_repeated(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script.target, "target_file", lambda: "there")
     monkeypatch.setattr(script.target, "prepare", lambda path: (*made_up_text(), made_up_text()[1]))
     file = tmp_path / "runs.json"
@@ -48,7 +44,7 @@ def test_runs_are_compared_kept_and_not_repeated(tmp_path, monkeypatch, capsys):
     assert script.main(arguments) == 1
 
 
-def test_one_seed_has_no_noise(tmp_path, capsys):
+def test_one_seed_has_no_noise(script, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        load_script().main([str(tmp_path / "runs.json"), "--seeds", "3"])
+        script.main([str(tmp_path / "runs.json"), "--seeds", "3"])
     assert "at least two" in capsys.readouterr().err

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from conftest import relative_error
 from inputs import OBJECTIVE, generator, labelled_rows, normal
-from process_groups import CollectiveCounter, run_outcomes, run_ranks
+from process_groups import CollectiveCounter, group_of_one, run_outcomes, run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -444,16 +444,12 @@ def test_a_shard_without_its_group_is_refused():
 
 
 def test_a_shard_of_less_than_nothing_is_refused():
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        made = two_by_two(0, 33)
+    made = two_by_two(0, 33)
+    with group_of_one() as group:
         for name in ("vocab_start", "vocab_size"):
-            keywords = {"tp_group": dist.group.WORLD, name: -1}
+            keywords = {"tp_group": group, name: -1}
             with pytest.raises(ValueError, match=f"{name} is -1; expected at least 0"):
                 l1_distance(made.draft_logits, made.aligned_target_logits, **keywords)
-    finally:
-        dist.destroy_process_group()
 
 
 # --- DTensors -----------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ class Inputs:
         """Fresh outputs of a drafter, which want a gradient unless only evaluated."""
         draft = self.draft
         if not self.problem.evaluation:
-            draft = _Layer.apply(self._anchor, self)
+            draft = Layer.apply(self._anchor, self)
         if self.head is not None:
             return DSparkLinearOutput(
                 draft_hidden=draft,
@@ -179,9 +179,10 @@ class Inputs:
         )
 
 
-class _Layer(torch.autograd.Function):
-    """Stands for the layer that produced the draft's logits or hidden states: it costs nothing,
-    and receives the gradient, so that no contender pays for a sum into ``.grad``."""
+class Layer(torch.autograd.Function):
+    """Stands for the layer that produced the draft's logits or hidden states, ``inputs.draft``: it
+    costs nothing, and receives the gradient as ``inputs.gradient``, so that no contender pays for a
+    sum into ``.grad``."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, inputs: Inputs) -> Tensor:
