@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import dataclasses
 import json
 import os
@@ -436,6 +437,24 @@ def test_the_growth_of_a_call_is_the_peak_of_what_it_allocates():
 
     call()
     assert 60 < peak.growth_mib(call, "cpu") < 80
+
+
+@on_linux
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another libc's heap")
+def test_the_growth_of_a_call_does_not_depend_on_what_was_freed_before_and_during_it():
+    def call() -> None:
+        # The second half would lie beside the first in a heap that kept it.
+        for size in (12, 20):
+            held = [torch.ones(size << 18) for _ in range(2)]
+            del held[0]
+            held = [torch.ones(size << 18)]
+
+    call()
+    grown = [peak.growth_mib(call, "cpu")]
+    scattered = [torch.ones(1 << 18) for _ in range(64)]
+    del scattered[::2]
+    grown.append(peak.growth_mib(call, "cpu"))
+    assert grown == pytest.approx([52, 52], abs=2)
 
 
 def test_inputs_are_reproducible_and_survive_an_in_place_step():

@@ -12,21 +12,17 @@ pytestmark = pytest.mark.skipif(
 )
 
 THREADS = 2
-MIB = 1 << 20
-SCRATCH = THREADS * 16 * MIB
+SCRATCH = THREADS * 16  # MiB
 
 # A tiny call first: code that is loaded once per process is no cost of a large call.
 _MEASURE = """
 import json, sys, torch
 from dspark_ext import DSparkForwardOutput, ce_and_l1, compute_dspark_loss
+from dspark_ext.bench import peak
 
 mode, name, shape, threads = map(json.loads, sys.argv[1:])
 dtype = getattr(torch, name)
 torch.set_num_threads(threads)
-
-def status(key):
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 def inputs(B, A, K, V):
     torch.manual_seed(0)
@@ -60,17 +56,13 @@ def prepared(shape):
 
 call(prepared((1, 1, 2, 9)))
 made = prepared(shape)
-with open("/proc/self/clear_refs", "w") as peak:
-    peak.write("5")
-before = status("VmRSS:")
-call(made)
-size = made.draft_logits.numel() * made.draft_logits.element_size()
-print(json.dumps([status("VmHWM:") - before, size]))
+growth = peak.growth_mib(lambda: call(made), "cpu")
+print(json.dumps([growth, made.draft_logits.nbytes / 2**20]))
 """
 
 
-def peak_growth(mode: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Bytes that a call adds to the process at its peak, and the bytes of the draft logits."""
+def peak_growth(mode: str, dtype: str, shape: tuple[int, ...]) -> tuple[float, float]:
+    """MiB that a call adds to the process at its peak, and the MiB of the draft logits."""
     return tuple(run_json(_MEASURE, mode, dtype, shape, THREADS))
 
 
@@ -79,7 +71,7 @@ def peak_growth(mode: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, int
 def test_a_call_takes_its_gradient_and_at_most_16_mib_per_thread(mode, dtype):
     growth, logits = peak_growth(mode, dtype, (1, 28, 7, 151936))
     gradient = 0 if mode in ("in_place", "no_grad") else logits
-    assert growth <= gradient + SCRATCH, f"{growth / MIB:.1f} MiB for {gradient / MIB:.1f} MiB"
+    assert growth <= gradient + SCRATCH, f"{growth:.1f} MiB for {gradient:.1f} MiB"
     # Less than the gradient would mean that the measurement missed it.
     assert growth >= 0.9 * gradient
 

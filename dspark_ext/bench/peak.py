@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Callable
 
 import torch
 
 _RESET_PEAK = "5"  # see clear_refs in proc(5)
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _MIB = 1 << 20
 
 
@@ -31,8 +34,8 @@ def check_measurable(device: str) -> None:
 def growth_mib(call: Callable[[], Any], device: str) -> float:
     """MiB above what was in use before at the peak of one call, in this process.
 
-    What earlier calls freed counts as free. Lazy imports and thread pools count when the call
-    is the first to need them, so one like it should have gone before.
+    What was freed counts as free, before the call and during it. Lazy imports and thread pools
+    count when the call is the first to need them, so one like it should have gone before.
     """
     gc.collect()
     if device == "cuda":
@@ -42,11 +45,11 @@ def growth_mib(call: Callable[[], Any], device: str) -> float:
         call()
         torch.cuda.synchronize()
         return (torch.cuda.max_memory_allocated() - before) / _MIB
-    _trim_heap()
-    _reset_host_peak()
-    before = _host_kib("VmRSS")
-    call()
-    return (_host_kib("VmHWM") - before) / 1024
+    with _freed_memory_returned():
+        _reset_host_peak()
+        before = _host_kib("VmRSS")
+        call()
+        return (_host_kib("VmHWM") - before) / 1024
 
 
 def _reset_host_peak() -> None:
@@ -60,8 +63,22 @@ def _host_kib(field: str) -> int:
     return int(match.group(1))
 
 
-def _trim_heap() -> None:
-    """Gives freed memory back, so that the call cannot reuse it unseen."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+@contextlib.contextmanager
+def _freed_memory_returned() -> Iterator[None]:
+    """Within it, memory that is freed is neither reused unseen nor counted any longer.
+
+    By itself glibc keeps freed blocks of up to 32 MiB, and how much of them is resident depends on
+    what the process did before.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        yield
+        return
+    libc.malloc_trim(0)
+    libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+    try:
+        yield
+    finally:
+        # Where glibc's own adjustment ends in a process that allocates tensors.
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
