@@ -681,22 +681,37 @@ def test_rows_more_than_two_to_the_31_elements_apart(dtype):
     assert torch.equal(far[0], gradient)
 
 
+class Produced(torch.autograd.Function):
+    """The same memory with a producer, so that it is no leaf; its gradient is not wanted."""
+
+    @staticmethod
+    def forward(ctx, x, source):
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, None
+
+
 @pytest.mark.slow
-def test_more_than_two_to_the_31_logits_in_place():
-    """Nine gigabytes: bf16 logits of 14 336 rows over 151 936 columns, draft and target."""
-    B, A, K, V = 1, 2048, 7, 151936
+@pytest.mark.parametrize("power", [31, 32])
+def test_more_than_two_to_the_31_and_32_logits_in_place(power):
+    """Bf16 logits of 151 936 columns, draft and target: nine gigabytes, and seventeen."""
+    B, K, V = 1, 7, 151936
+    A = 2 ** (power - 20)
     N = B * A * K
     banks = [normal(seed, rows_, V, scale=2).to(bf16) for seed, rows_ in ((33, 64), (34, 56))]
-    draft, target = (
-        torch.empty(N // len(bank), *bank.shape, dtype=bf16).copy_(bank).view(B, A, K, V)
-        for bank in banks
-    )
-    assert draft.numel() > 2**31
+    draft, target = (torch.empty(B, A, K, V, dtype=bf16) for _ in banks)
+    for logits, bank in zip((draft, target), banks):
+        logits.view(-1, *bank.shape).copy_(bank)
+    assert draft.numel() > 2**power
     ids = (torch.arange(N) * 9973 % V).view(B, A, K)
     whole = DSparkForwardOutput(
         draft, ids, torch.ones(B, A, K), torch.ones(B, A), aligned_target_logits=target
     )
-    blocks = torch.tensor([0, 1023, 2020, 2045, 2046, 2047])  # the 2^31st logit is in block 2019
+    boundary = 2**power // (K * V)  # the block that the logit after the last 2^power is in
+    blocks = torch.tensor([0, A // 2 - 1, boundary, boundary + 1, A - 2, A - 1])
     part = replace(
         whole,
         draft_logits=draft[:, blocks].requires_grad_(),
@@ -710,15 +725,14 @@ def test_more_than_two_to_the_31_logits_in_place():
     alone = compute_dspark_loss(outputs=part, **options)
     alone.backward()
 
-    zero = torch.zeros((), dtype=bf16, requires_grad=True)
-    draft += zero  # no longer a leaf, in the same memory
+    whole.draft_logits = Produced.apply(draft, torch.zeros((), requires_grad=True))
     torch.set_num_threads(2)
     loss, terms = compute_dspark_loss(
         outputs=whole, inplace_grad=True, return_terms=True, **options
     )
     loss.backward()
     assert torch.equal(draft.detach()[:, blocks], part.draft_logits.grad)
-    assert loss.isfinite() and terms["tau_den"] == 2048
+    assert loss.isfinite() and terms["tau_den"] == A
 
 
 # --- Reproducibility -----------------------------------------------------------------------------
