@@ -31,10 +31,11 @@ from dspark_ext.loss import (
     _build_loss_weight_mask,
     _confidence_num,
     _global_denominator,
+    _inverse,
     _local_terms,
     _returned_terms,
     _row_coefficients,
-    _term_factor,
+    _supervised,
 )
 from dspark_ext.reduction import ordered_sum
 from dspark_ext.rowwise import rows_forward, rows_gradient
@@ -188,7 +189,7 @@ def compute_dspark_linear_loss(
         vocab_start = first_column(head.shape[0], tp_group)
     shard = find_shard(inputs.weight.shape[0], tp_group, vocab_start, vocab_size)
     if shard is None:
-        _backend.check_ids(inputs.ids, inputs.eval_mask != 0, inputs.weight.shape[0])
+        _backend.check_ids(inputs.ids, _supervised(inputs), inputs.weight.shape[0])
     ranks = data_parallel(process_group, tp_group)
     world_size = ranks.size if grad_reduction == "mean" else 1
     dtypes = [inputs.dtype, *(t.dtype for t in (inputs.target_logits,) if t is not None)]
@@ -200,17 +201,17 @@ def compute_dspark_linear_loss(
         loss_decay_gamma=loss_decay_gamma,
         dtype=_backend.result_dtype(inputs.hidden),
     )
-    denominator = _global_denominator(weights, denominators, ranks)
+    inverse = _inverse(_global_denominator(weights, denominators, ranks))
     ce_coefficient, l1_coefficient = _row_coefficients(
-        weights, denominator, world_size, ce_loss_alpha, l1_loss_alpha
+        weights, inverse, world_size, ce_loss_alpha, l1_loss_alpha
     )
     has_l1 = inputs.has_teacher and (l1_loss_alpha > 0 or inputs.confidence_pred is not None)
     objective, ce, l1 = _run(
         inputs, has_l1, ce_coefficient, l1_coefficient, use_kernel, shard, chunk_rows
     )
     confidence_num = _confidence_num(inputs, l1, weights)
-    loss = objective + confidence_num * _term_factor(
-        world_size * confidence_head_alpha, denominator
+    loss = torch.addcmul(
+        objective, confidence_num, inverse, value=world_size * confidence_head_alpha
     )
     if not return_terms:
         return loss
@@ -520,7 +521,7 @@ def _run(
         target_weight,
         target_bias,
         inputs.ids.reshape(-1),
-        inputs.eval_mask.reshape(-1) != 0,
+        _supervised(inputs).reshape(-1),
         ce_coefficient.reshape(-1),
         l1_coefficient.reshape(-1),
         options,
@@ -630,7 +631,7 @@ class _Rows:
         self.index: Optional[Tensor] = None
         # Leaving rows out takes their number, which only the host can know for free. Where it
         # would have to ask a device, or a tracer, all rows are computed and masked instead.
-        if active.device.type == "cpu" and not torch.compiler.is_compiling():
+        if _backend.on_host(active) and not torch.compiler.is_compiling():
             index = active.nonzero().squeeze(1)
             self.index = index if index.numel() < active.numel() else None
             self.masked = False
@@ -792,7 +793,7 @@ class _Gradients:
 def _on_wide_cpu(weight: Tensor) -> bool:
     """Whether a BLAS rearranges the second operand of a product, which then should be small.
     The CPU's kernels for half precision do not gain from it."""
-    return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
+    return _backend.on_host(weight) and weight.dtype in (torch.float32, torch.float64)
 
 
 def _back(gradient: Tensor, weight: Tensor) -> Tensor:

@@ -70,6 +70,12 @@ __all__ = ["compute_dspark_loss"]
 _PROBABILITY_CHUNK_TOKENS = 128
 _EPSILON = 1e-6
 _DENOMINATORS = ("ce_loss_den", "l1_loss_den", "confidence_loss_den")
+_CONFIDENCE_SUMS = (
+    "confidence_abs_error_num",
+    "confidence_bias_num",
+    "confidence_cumprod_bias_num",
+    "confidence_diag_den",
+)
 
 
 @dataclasses.dataclass
@@ -158,10 +164,10 @@ def _build_loss_weight_mask(
         loss_decay_gamma = check_number("loss_decay_gamma", loss_decay_gamma, finite=False)
     if loss_decay_gamma is None or loss_decay_gamma <= 0:
         return weights
-    position = torch.arange(block_size, device=device, dtype=dtype)
+    minus_k = torch.arange(0, -block_size, -1, device=device, dtype=dtype)
     # A gamma that is 0 in ``dtype`` would make the first weight exp(0 / 0).
     gamma = max(loss_decay_gamma, torch.finfo(dtype).tiny)
-    return weights * torch.exp(-position / gamma)
+    return weights * torch.exp(minus_k / gamma)
 
 
 def _l1_probability_distance_chunk(*, draft_logits: Tensor, target_logits: Tensor) -> Tensor:
@@ -216,50 +222,36 @@ def _collect_acceptance_diagnostics(
     """
     weights = loss_weight_mask.detach()
     zero = weights.new_zeros(())
-    diagnostics = {
-        "accept_rate_pos_num": weights.new_zeros(weights.shape[-1]),
-        "accept_rate_pos_den": weights.new_zeros(weights.shape[-1]),
-        "tau_num": zero,
-        "tau_den": zero,
-        "confidence_abs_error_num": zero,
-        "confidence_bias_num": zero,
-        "confidence_cumprod_bias_num": zero,
-        "confidence_diag_den": zero,
-    }
+    confidence_sums = dict.fromkeys(_CONFIDENCE_SUMS, zero)
     if accept_rate_3d is None:
-        return diagnostics
+        none = weights.new_zeros(weights.shape[-1])
+        positions = {"accept_rate_pos_num": none, "accept_rate_pos_den": none}
+        return {**positions, "tau_num": zero, "tau_den": zero, **confidence_sums}
     mask = outputs.eval_mask.to(weights.dtype)
-    active = outputs.eval_mask != 0
+    active = _supervised(outputs)
     accept = accept_rate_3d.detach().to(weights.dtype)
     accepted = torch.where(active, accept * mask, 0.0)
-    per_position = ordered_sum(torch.stack([accepted, mask], -1).flatten(0, 1))
-    valid = (outputs.block_keep_mask != 0) & active.any(-1)
-    length = 1 + accepted.cumprod(-1).sum(-1)
-    blocks = torch.stack([torch.where(valid, length, 0.0), valid.to(weights.dtype)], -1)
-    per_block = ordered_sum(blocks.flatten(0, 1))
-    diagnostics.update(
-        accept_rate_pos_num=per_position[:, 0],
-        accept_rate_pos_den=per_position[:, 1],
-        tau_num=per_block[0],
-        tau_den=per_block[1],
-    )
+    columns = [accepted, mask]
     if has_confidence:
         confidence = outputs.confidence_pred.detach().to(weights.dtype)
         confidence = torch.where(active, torch.sigmoid(confidence), 0.0)
         error = torch.where(active, confidence - accept, 0.0)
         reach = (confidence * mask).cumprod(-1) - accepted.cumprod(-1)
-        sums = ordered_sum(
-            torch.stack(
-                [weights * error.abs(), weights * error, weights * reach, weights], -1
-            ).reshape(-1, 4)
-        )
-        diagnostics.update(
-            confidence_abs_error_num=sums[0],
-            confidence_bias_num=sums[1],
-            confidence_cumprod_bias_num=sums[2],
-            confidence_diag_den=sums[3],
-        )
-    return diagnostics
+        columns += [weights * error.abs(), weights * error, weights * reach, weights]
+    sums = ordered_sum(torch.stack(columns, -1).flatten(0, 1))
+    if has_confidence:
+        confidence_sums = dict(zip(_CONFIDENCE_SUMS, ordered_sum(sums[:, 2:]).unbind()))
+    accepted_at, positions_at = sums[:, :2].unbind(-1)
+    valid = (outputs.block_keep_mask != 0) & active.any(-1)
+    length = 1 + accepted.cumprod(-1).sum(-1)
+    tau_num, tau_den = _sums([torch.where(valid, length, 0.0), valid.to(weights.dtype)])
+    return {
+        "accept_rate_pos_num": accepted_at,
+        "accept_rate_pos_den": positions_at,
+        "tau_num": tau_num,
+        "tau_den": tau_den,
+        **confidence_sums,
+    }
 
 
 def _confidence_num(outputs: Any, l1: Optional[Tensor], weights: Tensor) -> Tensor:
@@ -269,13 +261,23 @@ def _confidence_num(outputs: Any, l1: Optional[Tensor], weights: Tensor) -> Tens
     if outputs.confidence_pred is None or accept is None:
         return weights.new_zeros(())
     confidence = outputs.confidence_pred.to(weights.dtype)
-    logits = torch.where(outputs.eval_mask != 0, confidence, 0.0)
+    logits = torch.where(_supervised(outputs), confidence, 0.0)
     bce = F.binary_cross_entropy_with_logits(logits, accept.detach(), reduction="none")
     return _weighted_sum(weights, bce)
 
 
+def _supervised(outputs: Any) -> Tensor:
+    mask = outputs.eval_mask
+    return mask if mask.dtype == torch.bool else mask != 0
+
+
 def _sum(values: Tensor) -> Tensor:
     return ordered_sum(values.reshape(-1))
+
+
+def _sums(values: list[Tensor]) -> tuple[Tensor, ...]:
+    """Sums of tensors of one shape, in one op."""
+    return ordered_sum(torch.stack(values, -1).flatten(0, -2)).unbind()
 
 
 def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
@@ -310,7 +312,7 @@ def _recomputed_rows(
 ) -> tuple[Tensor, Optional[Tensor]]:
     """The rows' ce and, where it is needed, l1."""
     target = outputs.aligned_target_logits if _needs_l1(outputs, l1_loss_alpha) else None
-    active = outputs.eval_mask != 0
+    active = _supervised(outputs)
     ce, l1 = per_row(outputs.draft_logits, target, outputs.target_ids, active, impl, shard)
     return ce, None if target is None else l1
 
@@ -326,14 +328,18 @@ def _local_terms(
 ) -> dict[str, Tensor]:
     """Weighted sums from the rows' ``ce`` and ``l1`` (None where none is known), and with them
     the diagnostics, which only those who ask for terms want to pay for."""
-    denominator, zero = _sum(weights), weights.new_zeros(())
+    zero = weights.new_zeros(())
     has_confidence = outputs.confidence_pred is not None
-    l1_loss = l1 if l1_loss_alpha > 0 else None
+    summed = [weights, weights * ce]
+    if l1 is not None and l1_loss_alpha > 0:
+        summed.append(weights * l1)
+    denominator, ce_num, *l1_num = _sums(summed)
+    denominator = denominator.detach()  # it came with sums that have a gradient
     terms = {
-        "ce_loss_num": _weighted_sum(weights, ce),
+        "ce_loss_num": ce_num,
         "ce_loss_den": denominator,
-        "l1_loss_num": zero if l1_loss is None else _weighted_sum(weights, l1_loss),
-        "l1_loss_den": zero if l1_loss is None else denominator,
+        "l1_loss_num": l1_num[0] if l1_num else zero,
+        "l1_loss_den": denominator if l1_num else zero,
         "confidence_loss_num": confidence_num,
         "confidence_loss_den": denominator if has_confidence else zero,
     }
@@ -381,23 +387,22 @@ def _build_loss(
         alphas.append(("confidence_loss", confidence_head_alpha))
     loss = loss_terms["ce_loss_num"].new_zeros(())
     for name, alpha in alphas:
-        factor = _term_factor(world_size * alpha, global_denominators[f"{name}_den"])
-        loss = loss + factor * loss_terms[f"{name}_num"]
+        inverse = _inverse(global_denominators[f"{name}_den"])
+        loss = loss + loss_terms[f"{name}_num"] * inverse * (world_size * alpha)
     return loss
 
 
-def _term_factor(scale: float, denominator: Tensor) -> Tensor:
-    return torch.where(denominator > 0, scale / (denominator + _EPSILON), 0.0)
+def _inverse(denominator: Tensor) -> Tensor:
+    """What numerators are multiplied by: 0 where the denominator is."""
+    return (denominator + _EPSILON).reciprocal().masked_fill(denominator <= 0, 0.0)
 
 
 def _row_coefficients(
-    weights: Tensor, denominator: Tensor, world_size: int, ce_alpha: float, l1_alpha: float
+    weights: Tensor, inverse: Tensor, world_size: int, ce_alpha: float, l1_alpha: float
 ) -> tuple[Tensor, Tensor]:
     """What a row's ce and its l1 are multiplied by in the loss, known before the logits."""
-    return (
-        weights * _term_factor(world_size * ce_alpha, denominator),
-        weights * _term_factor(world_size * max(l1_alpha, 0.0), denominator),
-    )
+    shares = weights * inverse
+    return shares * (world_size * ce_alpha), shares * (world_size * max(l1_alpha, 0.0))
 
 
 # --- The objective ------------------------------------------------------------------------------
@@ -501,15 +506,16 @@ def compute_dspark_loss(
     denominator = _global_denominator(weights, denominators, ranks)
 
     if use_kernel and shard is None and outputs.draft_logits.dtype != torch.float16:
+        inverse = _inverse(denominator)
         objective, ce, l1 = _fused_rows(
             outputs,
-            *_row_coefficients(weights, denominator, world_size, ce_loss_alpha, l1_loss_alpha),
+            *_row_coefficients(weights, inverse, world_size, ce_loss_alpha, l1_loss_alpha),
             l1_loss_alpha,
             inplace_grad,
         )
         confidence_num = _confidence_num(outputs, l1, weights)
-        loss = objective + confidence_num * _term_factor(
-            world_size * confidence_head_alpha, denominator
+        loss = torch.addcmul(
+            objective, confidence_num, inverse, value=world_size * confidence_head_alpha
         )
         if not return_terms:
             return loss
@@ -621,7 +627,7 @@ def _fused_rows(
         draft,
         target,
         outputs.target_ids,
-        outputs.eval_mask != 0,
+        _supervised(outputs),
         ce_coefficient,
         l1_coefficient,
     )
@@ -727,13 +733,6 @@ def _returned_terms(
     )
     terms["accept_rate_per_pos_num"] = loss_terms["accept_rate_pos_num"]
     terms["accept_rate_per_pos_den"] = loss_terms["accept_rate_pos_den"]
-    for name in (
-        "tau_num",
-        "tau_den",
-        "confidence_abs_error_num",
-        "confidence_bias_num",
-        "confidence_cumprod_bias_num",
-        "confidence_diag_den",
-    ):
+    for name in ("tau_num", "tau_den", *_CONFIDENCE_SUMS):
         terms[name] = loss_terms[name]
     return terms

@@ -286,9 +286,7 @@ def test_every_check_is_one_that_some_fault_above_makes_fail():
 
 def test_a_loss_without_an_active_row_must_be_zero(capsys, monkeypatch):
     monkeypatch.setattr(check, "VOCABULARIES", (250,))
-    monkeypatch.setattr(
-        "dspark_ext.loss._term_factor", lambda scale, denominator: scale / (denominator + 1e-6)
-    )
+    monkeypatch.setattr("dspark_ext.loss._inverse", lambda denominator: 1 / (denominator + 1e-6))
     monkeypatch.setattr(
         "dspark_ext.loss._confidence_num", lambda outputs, l1, weights: weights.new_ones(())
     )

@@ -675,6 +675,16 @@ def test_a_step_looks_at_no_value_on_the_host(emulator, dtype, inplace_grad, mon
     made = outputs(7, dtype=dtype)
     leaf = made.draft_logits
     meter = dspark_ext.AcceptanceMeter(block_size=4)
+    hidden = normal(8, *leaf.shape[:-1], 16).to(dtype).requires_grad_()
+    from_hidden = dspark_ext.DSparkLinearOutput(
+        hidden,
+        normal(9, leaf.shape[-1], 16).to(dtype).requires_grad_(),
+        made.target_ids,
+        made.eval_mask,
+        made.block_keep_mask,
+        made.confidence_pred,
+        target_hidden=hidden.detach() + 1,
+    )
 
     def no_copy(*arguments: object) -> None:
         raise AssertionError("a tensor's values were copied to the host")
@@ -683,6 +693,11 @@ def test_a_step_looks_at_no_value_on_the_host(emulator, dtype, inplace_grad, mon
         made.draft_logits = leaf * 1
         loss, terms = compute_dspark_loss(
             outputs=made, return_terms=True, inplace_grad=inplace_grad, **OBJECTIVE
+        )
+        (loss * 3).backward()
+        meter.update(terms)
+        loss, terms = dspark_ext.compute_dspark_linear_loss(
+            outputs=from_hidden, return_terms=True, **OBJECTIVE
         )
         (loss * 3).backward()
         meter.update(terms)

@@ -252,11 +252,12 @@ def test_hidden_states_have_the_loss_curve_of_logits():
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_pass_from_hidden_states_takes_less_memory_than_one_from_logits():
     pytest.importorskip("tqdm")
-    from dspark_ext.demo.train import Settings, peak_memory_of_a_step
+    from dspark_ext.demo.memory import peak_growth_mib
+    from dspark_ext.demo.train import Settings
 
     target, cache = made_up_text(vocabulary=30_000)
     settings = Settings(windows=9, anchors=12)
-    growth = peak_memory_of_a_step(target, cache, settings)
+    growth = peak_growth_mib(target, cache, settings)
     logits = 9 * 12 * K * 30_000 * 4 / 2**20
     assert growth["logits"] > 3 * logits
     assert growth["logits"] - growth["hidden states"] > 0.8 * logits

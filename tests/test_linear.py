@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import relative_error, run_json
+from gpu import gpu
 from inputs import generator, name_of, normal
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,6 +31,9 @@ from dspark_ext import (
     compute_dspark_loss,
     linear,
 )
+from dspark_ext.bench import peak
+
+__all__ = ["gpu"]
 
 f32, bf16, f16, f64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 SETTINGS = dict(
@@ -70,6 +74,13 @@ class Problem:
             return {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
 
         return Problem(self.case, converted(self.leaves), converted(self.constants))
+
+    def on(self, device: torch.device) -> Problem:
+        leaves, constants = (
+            {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
+            for tensors in (self.leaves, self.constants)
+        )
+        return Problem(self.case, leaves, constants)
 
     def fresh(self) -> Problem:
         """Leaves of their own, those that are trained requiring a gradient."""
@@ -588,7 +599,7 @@ def assert_explained_by_rounding(
     """Against exact float64 logits, no more error than the materialised logits have, which are
     rounded to the same dtype (half as much again, since roundings of a product that is added up
     in another order fall differently), and one rounding of the result."""
-    exact = materialised(made.to(f64))
+    exact = materialised(made.to(f64), impl="torch")
     for name, wanted in exact.gradients.items():
         error = relative_error(actual.gradients[name], wanted)
         allowed = 1.5 * relative_error(rounded.gradients[name], wanted) + unit
@@ -612,6 +623,34 @@ def test_half_precision_is_as_good_as_materialised_logits(markov, dtype, impl):
             error = float((actual.loss.double() - exact).abs())
             allowed = loss_error_explained_by_rounding(made, ROUNDOFF[dtype])
             assert error <= allowed, f"loss of {what}: error {error:.3g} > {allowed:.3g}"
+
+
+@pytest.mark.parametrize("dtype", [f32, *ROUNDOFF], ids=name_of)
+@pytest.mark.parametrize("markov", ["none", "vanilla"])
+def test_on_a_device_no_position_without_supervision_takes_part(gpu, markov, dtype):
+    scale = SCALE.get(dtype, 1.0)
+    for seed, (case, chunk_rows) in enumerate(zip(cases(markov, 7), itertools.cycle((7, None)))):
+        made = problem(case, dtype, seed, HALF_SHAPE)
+        made.leaves["confidence"] = made.leaves["confidence"].float()
+        there = made.on(gpu.device)
+        unread = ~there.constants["eval_mask"]
+        rounded = host(materialised(there, scale))
+        there.leaves["hidden"][unread] = float("nan")
+        if "target_hidden" in there.constants:
+            there.constants["target_hidden"][unread] = float("inf")
+        actual = host(fused(there, scale, impl="kernel", chunk_rows=chunk_rows))
+        what = f"{case}, {dtype}, chunk_rows={chunk_rows}, seed={seed}"
+        if dtype == f32:
+            assert_equal(actual, rounded, 1e-5, what)
+        else:
+            assert_explained_by_rounding(actual, rounded, made, ROUNDOFF[dtype], what)
+
+
+def host(result: Result) -> Result:
+    gradients, terms = (
+        {n: t.cpu() for n, t in x.items()} for x in (result.gradients, result.terms)
+    )
+    return Result(result.loss.cpu(), gradients, terms)
 
 
 def test_a_weight_gradient_is_accumulated_in_fp32(impl):
@@ -941,7 +980,7 @@ print(json.dumps({"mib": mib, "loss": losses[0]}))
 def memory_of_a_step(N: int, H: int, V: int, dtype: str, kind: str) -> tuple[float, float]:
     """MiB by which a step's peak lies above its inputs, in a fresh process, and its loss."""
     code = MEMORY_OF_A_STEP.replace("ARGUMENTS", repr((N, H, V, dtype, kind)))
-    made = run_json(code, timeout=900)
+    made = run_json(code, timeout=900, **peak.RETURN_FREED)
     print(json.dumps({"N": N, "H": H, "V": V, "dtype": dtype, "kind": kind, **made}))
     return made["mib"], made["loss"]
 

@@ -7,6 +7,8 @@ import sys
 import pytest
 from conftest import run_json
 
+from dspark_ext.bench import peak
+
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="reads the peak from Linux's /proc"
 )
@@ -63,7 +65,7 @@ print(json.dumps([growth, made.draft_logits.nbytes / 2**20]))
 
 def peak_growth(mode: str, dtype: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """MiB that a call adds to the process at its peak, and the MiB of the draft logits."""
-    return tuple(run_json(_MEASURE, mode, dtype, shape, THREADS))
+    return tuple(run_json(_MEASURE, mode, dtype, shape, THREADS, **peak.RETURN_FREED))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
-import subprocess
 import sys
 
 import torch
@@ -29,21 +27,7 @@ def peak_growth_mib(name: str, problem: Problem, threads: int) -> float:
         RuntimeError: the step failed, or the process was killed.
     """
     request = {"name": name, "problem": dataclasses.asdict(problem), "threads": threads}
-    process = subprocess.run(
-        [sys.executable, "-m", "dspark_ext.bench.memory", json.dumps(request)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if process.returncode < 0:
-        reason = signal.Signals(-process.returncode).name
-        out_of_memory = ", most likely out of memory" if reason == "SIGKILL" else ""
-        raise RuntimeError(f"killed by {reason}{out_of_memory}")
-    try:
-        answer = json.loads(process.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        last = (process.stderr.strip().splitlines() or ["no message"])[-1]
-        raise RuntimeError(f"exit code {process.returncode}: {last}") from None
+    answer = peak.in_fresh_process("dspark_ext.bench.memory", json.dumps(request))
     if answer["status"] == "skipped":
         raise Unavailable(answer["reason"])
     if answer["status"] == "failed":

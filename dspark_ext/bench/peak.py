@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
+import json
+import os
 import re
-from collections.abc import Iterator
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, Callable
 
 import torch
 
+# glibc by itself keeps freed blocks of up to 32 MiB, and how much of them stays resident depends on
+# what a process did before. Larger blocks than this are given back at once.
+RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 _RESET_PEAK = "5"  # see clear_refs in proc(5)
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _MIB = 1 << 20
 
 
@@ -31,11 +36,36 @@ def check_measurable(device: str) -> None:
             raise Unmeasurable(f"peak memory cannot be measured here: {error}") from error
 
 
+def in_fresh_process(module: str, argument: str) -> Any:
+    """What ``python -m module argument`` prints on its last line, which is JSON.
+
+    Raises:
+        RuntimeError: it failed, or was killed.
+    """
+    process = subprocess.run(
+        [sys.executable, "-m", module, argument],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**RETURN_FREED, **os.environ},
+    )
+    if process.returncode < 0:
+        reason = signal.Signals(-process.returncode).name
+        out_of_memory = ", most likely out of memory" if reason == "SIGKILL" else ""
+        raise RuntimeError(f"killed by {reason}{out_of_memory}")
+    try:
+        return json.loads(process.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = (process.stderr.strip().splitlines() or ["no message"])[-1]
+        raise RuntimeError(f"exit code {process.returncode}: {last}") from None
+
+
 def growth_mib(call: Callable[[], Any], device: str) -> float:
     """MiB above what was in use before at the peak of one call, in this process.
 
-    What was freed counts as free, before the call and during it. Lazy imports and thread pools
-    count when the call is the first to need them, so one like it should have gone before.
+    What earlier calls freed counts as free. Lazy imports and thread pools count when the call
+    is the first to need them, so one like it should have gone before. The figure is exact in
+    :func:`in_fresh_process`; elsewhere it contains what the heap keeps of blocks freed by the call.
     """
     gc.collect()
     if device == "cuda":
@@ -45,11 +75,11 @@ def growth_mib(call: Callable[[], Any], device: str) -> float:
         call()
         torch.cuda.synchronize()
         return (torch.cuda.max_memory_allocated() - before) / _MIB
-    with _freed_memory_returned():
-        _reset_host_peak()
-        before = _host_kib("VmRSS")
-        call()
-        return (_host_kib("VmHWM") - before) / 1024
+    _trim_heap()
+    _reset_host_peak()
+    before = _host_kib("VmRSS")
+    call()
+    return (_host_kib("VmHWM") - before) / 1024
 
 
 def _reset_host_peak() -> None:
@@ -63,22 +93,8 @@ def _host_kib(field: str) -> int:
     return int(match.group(1))
 
 
-@contextlib.contextmanager
-def _freed_memory_returned() -> Iterator[None]:
-    """Within it, memory that is freed is neither reused unseen nor counted any longer.
-
-    By itself glibc keeps freed blocks of up to 32 MiB, and how much of them is resident depends on
-    what the process did before.
-    """
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt"):
-        yield
-        return
-    libc.malloc_trim(0)
-    libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)
-    try:
-        yield
-    finally:
-        # Where glibc's own adjustment ends in a process that allocates tensors.
-        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-        libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
+def _trim_heap() -> None:
+    """Gives freed memory back, so that the call cannot reuse it unseen."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
     # Only now: these modules import the packages looked for above.
     from dspark_ext.bench import peak
-    from dspark_ext.demo import report, target, train
+    from dspark_ext.demo import memory, report, target, train
 
     path = target.target_file()
     if path is None:
@@ -93,10 +93,10 @@ def run(args: argparse.Namespace) -> int:
         )
         if settings.linear:
             try:
-                growth = train.peak_memory_of_a_step(model, training_text, settings)
+                growth = memory.peak_growth_mib(model, training_text, settings)
                 print(report.memory(growth), flush=True)
-            except peak.Unmeasurable as error:
-                print(error, flush=True)
+            except (peak.Unmeasurable, RuntimeError) as error:
+                print(f"The memory of a step was not measured: {error}", flush=True)
         history = train.train(model, training_text, held_out, settings)
 
         print(f"\n{report.table(history)}\n")

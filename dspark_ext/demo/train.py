@@ -23,7 +23,6 @@ from dspark_ext import (
     compute_dspark_linear_loss,
     compute_dspark_loss,
 )
-from dspark_ext.bench import peak
 from dspark_ext.demo.drafter import Batch, Drafter
 from dspark_ext.demo.target import Cache, Target
 
@@ -154,34 +153,6 @@ def evaluate(drafter: Drafter, cache: Cache, impl: str, anchors: int = 16) -> di
             meter.update(terms)
     meter.all_reduce()
     return meter.compute()
-
-
-def peak_memory_of_a_step(target: Target, cache: Cache, settings: Settings) -> dict[str, float]:
-    """MiB by which the run's first forward and backward pass raises the process's memory at its
-    peak, from "hidden states" and from "logits". The model it takes is let go again.
-
-    Raises:
-        peak.Unmeasurable: this system does not tell.
-    """
-    peak.check_measurable("cpu")
-    drafter = make_drafter(target, settings)
-    batch = next(training_batches(cache, settings))
-
-    def step() -> None:
-        # A denominator of its own: no rank waits for another within the measurement.
-        loss, _ = objective(drafter(batch), settings.impl, torch.ones(()))
-        loss.backward()
-
-    growth = {}
-    for name, linear in (("logits", False), ("hidden states", True)):
-        drafter.linear = linear
-        passes = []
-        for _ in range(4):
-            drafter.zero_grad()
-            passes.append(peak.growth_mib(step, "cpu"))
-        # What a pass happens to be the first to need, threads and the allocator's own, is not its.
-        growth[name] = min(passes)
-    return growth
 
 
 def make_drafter(target: Target, settings: Settings) -> Drafter:
