@@ -423,6 +423,20 @@ def test_nan_in_a_supervised_hidden_state_is_nan_there_and_nowhere_else(dtype, i
     assert torch.equal(gradient[others], before["linear.gradient"][others])
 
 
+@pytest.mark.parametrize("where", ["mask", "denominators"])
+@pytest.mark.parametrize("dtype", [f32, f16], ids=name_of)
+def test_a_weight_that_is_nan_is_no_silent_zero(where, dtype, impl):
+    made, options = outputs(15, dtype=dtype, keep=1.0), {}
+    if where == "mask":
+        made.eval_mask = made.eval_mask.float()
+        made.eval_mask[ROW] = math.nan
+    else:
+        options["denominators"] = torch.tensor(math.nan)
+    found = results(made, impl, **options)
+    assert found["loss"].isnan() and found["loss.gradient"][ROW].isnan().all()
+    assert found["linear.loss"].isnan() and found["linear.gradient"][ROW].isnan().all()
+
+
 def test_a_teacher_that_is_only_reported_on_cannot_poison_the_gradient(impl):
     made = outputs(16, keep=1.0)
     made.aligned_target_logits[ROW] = math.nan
