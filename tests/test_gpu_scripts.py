@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -80,6 +81,13 @@ def test_the_check_says_that_there_is_no_gpu_and_builds_nothing(tmp_path):
     assert done.returncode == 2
     assert "torch sees no CUDA GPU" in done.stderr
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_every_file_with_tests_for_a_gpu_is_in_the_check():
+    marks = re.compile(r"mark\.cuda|^from gpu import .*\bgpu\b", re.MULTILINE)
+    files = [p for p in (ROOT / "tests").glob("test_*.py") if marks.search(p.read_text())]
+    script = (SCRIPTS / "gpu_check.sh").read_text()
+    assert len(files) > 2 and not [p.name for p in files if f"tests/{p.name}" not in script]
 
 
 def test_the_steps_of_the_check_are_options_that_exist():
