@@ -114,8 +114,11 @@ def test_identical_rows_have_no_distance_and_no_gradient(gpu, V, dtype):
     draft = labelled_rows(V, V, dtype).draft
     ones, ids = torch.ones(len(draft)), torch.zeros(len(draft), dtype=torch.int64)
     draft, ids, ones = on(gpu, draft, ids, ones)
-    _, _, l1, gradient = OPS.weighted_fwd(draft, draft.clone(), ids, None, 0 * ones, ones, True)
-    assert (l1 == 0).all() and (gradient == 0).all()
+    elsewhere = torch.cat([draft.new_zeros(3), draft.flatten()])[3:].view(draft.shape)
+    for target in (draft.clone(), draft.float(), elsewhere, elsewhere.float()):
+        _, _, l1, gradient = OPS.weighted_fwd(draft, target, ids, None, 0 * ones, ones, True)
+        what = f"{target.dtype}, at {target.storage_offset()}"
+        assert (l1 == 0).all() and (gradient == 0).all(), what
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)

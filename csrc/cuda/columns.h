@@ -30,10 +30,9 @@ struct Slice {
   __device__ int64_t loose_column(int64_t i) const { return i < head ? i : tail + (i - head); }
 };
 
-template <class E>
-__device__ __forceinline__ Slice slice_of(const E* row, int64_t columns) {
-  const int64_t misaligned = static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) % 16);
-  int64_t head = (16 - misaligned) % 16 / static_cast<int64_t>(sizeof(E));
+__device__ __forceinline__ Slice slice_of(const void* row, int element_size, int64_t columns) {
+  const int misaligned = static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16);
+  int64_t head = (16 - misaligned) % 16 / element_size;
   if (head > columns) head = columns;
   const int64_t units = (columns - head) / kUnitColumns;
   Slice slice;
@@ -43,6 +42,11 @@ __device__ __forceinline__ Slice slice_of(const E* row, int64_t columns) {
   slice.tail = head + units * kUnitColumns;
   slice.loose = block_x() == 0 ? head + (columns - slice.tail) : 0;
   return slice;
+}
+
+template <class E>
+__device__ __forceinline__ Slice slice_of(const E* row, int64_t columns) {
+  return slice_of(row, static_cast<int>(sizeof(E)), columns);
 }
 
 // A batch of one operand: the units first, first + kSplitThreads, ...; -inf where there is none.

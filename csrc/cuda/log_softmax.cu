@@ -47,18 +47,19 @@ __device__ __forceinline__ void add_columns(Statistics& s,
 // Grid: splits, rows.
 template <class E>
 __global__ void __launch_bounds__(kSplitThreads)
-    statistics_kernel(RowLayout rows, int64_t first, int64_t columns, const uint8_t* active,
-                      Statistics* parts) {
+    statistics_kernel(RowLayout rows, RowLayout order, int order_size, int64_t first,
+                      int64_t columns, const uint8_t* active, Statistics* parts) {
   const int64_t row = first + block_y();
   if (active != nullptr && load_uniform(active + row) == 0) return;
   const E* x = row_of<const E>(rows, row);
-  const Slice slice = slice_of(x, columns);
+  const Slice slice = slice_of(row_of<const void>(order, row), order_size, columns);
+  const bool aligned = is_aligned(x + slice.head);
 
   Statistics mine = no_columns();
   float batch[kBatchUnits][kUnitColumns];
   for (int64_t unit = slice.begin + thread_index(); unit < slice.end;
        unit += kBatchUnits * kSplitThreads) {
-    load_batch(x, slice, unit, true, batch);
+    load_batch(x, slice, unit, aligned, batch);
     add_columns(mine, batch);
   }
   for (int64_t i = thread_index(); i < slice.loose; i += kSplitThreads) {
@@ -119,7 +120,8 @@ void statistics_of_group(const StatisticsGroup& group, Stream stream) {
     using E = std::remove_pointer_t<decltype(type)>;
     const Shape split{static_cast<unsigned>(splits), rows, 1, kSplitThreads,
                       kSplitThreads / kWarp * static_cast<int>(sizeof(Statistics))};
-    launch("statistics", statistics_kernel<E>, split, stream, logits.layout(), group.first,
+    launch("statistics", statistics_kernel<E>, split, stream, logits.layout(),
+           group.order->layout(), static_cast<int>(element_size(group.order->dtype())), group.first,
            logits.columns(), group.active, parts);
     launch("finish_statistics", finish_statistics_kernel<E>, Shape{rows, 1, 1, kWarp}, stream,
            logits.layout(), group.first, logits.columns(), group.ids, group.active,
@@ -132,8 +134,8 @@ void log_softmax(const LogSoftmaxArgs& args, int device, void* cuda_stream) {
   const DeviceGuard guard(device);
   const auto stream = static_cast<Stream>(cuda_stream);
   for_each_group(*args.logits, nullptr, [&](int64_t first, int64_t count) {
-    statistics_of_group({args.logits, first, count, args.ids, args.active, args.statistics, -1.f,
-                         args.log_prob, args.scratch},
+    statistics_of_group({args.logits, args.logits, first, count, args.ids, args.active,
+                         args.statistics, -1.f, args.log_prob, args.scratch},
                         stream);
   });
 }

@@ -56,6 +56,9 @@ void for_each_group(const Rows& draft, const Rows* target, F&& f) {
 // Per-row arrays are indexed by row, `parts` from the group's first one.
 struct StatisticsGroup {
   const Rows* logits;
+  // The operand whose boundaries split the columns: two rows of the same numbers are added up in
+  // one order then, whatever their dtypes and alignments, and have no distance.
+  const Rows* order;
   int64_t first, count;
   const int64_t* ids;
   const uint8_t* active;

@@ -16,12 +16,12 @@ namespace {
 void weighted_by_groups(const WeightedArgs& args, Stream stream) {
   const Rows* target = args.target;
   for_each_group(*args.draft, target, [&](int64_t first, int64_t count) {
-    statistics_of_group({args.draft, first, count, args.ids, args.active, args.draft_statistics,
-                         1.f, args.ce, args.scratch},
+    statistics_of_group({args.draft, args.draft, first, count, args.ids, args.active,
+                         args.draft_statistics, 1.f, args.ce, args.scratch},
                         stream);
     if (target != nullptr) {
-      statistics_of_group({target, first, count, nullptr, args.active, args.target_statistics, 1.f,
-                           nullptr, args.scratch},
+      statistics_of_group({target, args.draft, first, count, nullptr, args.active,
+                           args.target_statistics, 1.f, nullptr, args.scratch},
                           stream);
       distance_of_group({args.draft, target, args.active, args.draft_statistics,
                          args.target_statistics, args.l1, args.sides, args.scratch},
