@@ -15,13 +15,14 @@ inline void bind_cuda(pybind11::module_& m) {
         py::arg("device"), release());
   m.def(
       "cuda_log_softmax",
-      [](const Rows& logits, uintptr_t ids, uintptr_t active, uintptr_t statistics,
-         uintptr_t log_prob, uintptr_t scratch, int device, uintptr_t stream) {
-        log_softmax({&logits, pointer<const int64_t>(ids), pointer<const uint8_t>(active),
+      [](const Rows& logits, const Rows& order, uintptr_t ids, uintptr_t active,
+         uintptr_t statistics, uintptr_t log_prob, uintptr_t scratch, int device,
+         uintptr_t stream) {
+        log_softmax({&logits, &order, pointer<const int64_t>(ids), pointer<const uint8_t>(active),
                      pointer<float>(statistics), pointer<float>(log_prob), pointer<void>(scratch)},
                     device, pointer<void>(stream));
       },
-      py::arg("logits"), py::arg("ids"), py::arg("active"), py::arg("statistics"),
+      py::arg("logits"), py::arg("order"), py::arg("ids"), py::arg("active"), py::arg("statistics"),
       py::arg("log_prob"), py::arg("scratch"), py::arg("device"), py::arg("stream"), release());
   m.def(
       "cuda_l1_distance",

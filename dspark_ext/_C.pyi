@@ -95,6 +95,7 @@ def cuda_resident_plan(
 ) -> tuple[int, int, int]: ...
 def cuda_log_softmax(
     logits: Rows,
+    order: Rows,
     ids: int,
     active: int,
     statistics: int,

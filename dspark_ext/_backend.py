@@ -132,16 +132,25 @@ def check_ids(ids: Tensor, active: Optional[Tensor], columns: int) -> None:
 
 
 def log_softmax(
-    logits: Tensor, ids: Optional[Tensor], active: Optional[Tensor]
+    logits: Tensor,
+    ids: Optional[Tensor],
+    active: Optional[Tensor],
+    order: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
-    """Row statistics ``[..., 3]`` and, given ids, their log-probabilities ``[...]``."""
+    """Row statistics ``[..., 3]`` and, given ids, their log-probabilities ``[...]``.
+
+    A device's kernels add up a row's columns in an order that follows from its alignment, here
+    from that of ``order``: rows that are compared with each other take the same.
+    """
+    order = logits if order is None else order
+    _check_alike(logits, order)
     real = real_dtype(logits)
     leading, columns = logits.shape[:-1], logits.shape[-1]
     statistics = logits.new_empty((*leading, 3), dtype=real)
     log_prob = logits.new_empty(leading if ids is not None else (0,), dtype=real)
     ids, active = _prepare_ids(ids, active, logits)
+    rows = _rows(logits)
     arguments = (
-        _rows(logits),
         _address(ids),
         _address(active),
         _address(statistics),
@@ -150,11 +159,11 @@ def log_softmax(
     if on_host(logits):
         threads = torch.get_num_threads()
         scratch = _scratch(threads * _C.cpu_chunk_scratch_bytes(columns))
-        _C.cpu_log_softmax(*arguments, _address(scratch), threads)
+        _C.cpu_log_softmax(rows, *arguments, _address(scratch), threads)
     else:
         device, stream = _where(logits)
-        scratch = _gpu_scratch(logits, arguments[0], None, device)
-        _C.cuda_log_softmax(*arguments, _address(scratch), device, stream)
+        scratch = _gpu_scratch(logits, rows, None, device)
+        _C.cuda_log_softmax(rows, _rows(order), *arguments, _address(scratch), device, stream)
     return statistics, log_prob
 
 

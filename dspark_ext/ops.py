@@ -39,7 +39,7 @@ def _define(schema: str) -> None:
 
 
 _define(
-    "log_softmax_fwd(Tensor logits, Tensor? ids, Tensor? active)"
+    "log_softmax_fwd(Tensor logits, Tensor? ids, Tensor? active, Tensor? order=None)"
     " -> (Tensor statistics, Tensor log_prob)"
 )
 _define(
@@ -77,13 +77,19 @@ def _to_result(draft: Tensor, values: Tensor) -> Tensor:
 
 
 def _log_softmax_fwd(
-    logits: Tensor, ids: Optional[Tensor], active: Optional[Tensor]
+    logits: Tensor,
+    ids: Optional[Tensor],
+    active: Optional[Tensor],
+    order: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
-    return _backend.log_softmax(logits, ids, active)
+    return _backend.log_softmax(logits, ids, active, order)
 
 
 def _log_softmax_fwd_fake(
-    logits: Tensor, ids: Optional[Tensor], active: Optional[Tensor]
+    logits: Tensor,
+    ids: Optional[Tensor],
+    active: Optional[Tensor],
+    order: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
     real = real_dtype(logits)
     leading = logits.shape[:-1]
@@ -94,7 +100,7 @@ def _log_softmax_fwd_fake(
 
 
 def _log_softmax_setup(ctx: Any, inputs: tuple, output: tuple) -> None:
-    logits, ids, active = inputs
+    logits, ids, active, _ = inputs
     statistics, _ = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(statistics)
@@ -105,11 +111,11 @@ def _log_softmax_bwd(ctx: Any, _: None, grad_log_prob: Optional[Tensor]) -> tupl
     refuse_double_backward("token_log_prob")
     logits, ids, active, statistics = ctx.saved_tensors
     if grad_log_prob is None:
-        return None, None, None
+        return None, None, None, None
     grad = torch.ops.dspark_ext.ce_and_l1_bwd(
         -grad_log_prob, None, logits, None, ids, active, statistics, None, None
     )
-    return grad, None, None
+    return grad, None, None, None
 
 
 # --- l1_distance from statistics -----------------------------------------------------------------

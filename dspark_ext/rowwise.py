@@ -243,10 +243,10 @@ def rows_forward(
     parts combined in between where the vocabulary is sharded."""
     real = reference.real_dtype(draft, target)
     result = _backend.result_dtype(draft)
-    draft_statistics = _row_statistics(draft, active, real, use_kernel)
+    draft_statistics = _row_statistics(draft, draft, active, real, use_kernel)
     target_statistics = None
     if target is not None:
-        target_statistics = _row_statistics(target, active, real, use_kernel)
+        target_statistics = _row_statistics(target, draft, active, real, use_kernel)
     columns = str(draft.shape[-1]) if shard is None else "the vocabulary's size"
     label = None if ids is None else _find_label(draft, ids, shard, real)
     if shard is not None:
@@ -299,10 +299,10 @@ class _Label(NamedTuple):
 
 
 def _row_statistics(
-    logits: Tensor, active: Optional[Tensor], real: torch.dtype, use_kernel: bool
+    logits: Tensor, order: Tensor, active: Optional[Tensor], real: torch.dtype, use_kernel: bool
 ) -> Tensor:
     if use_kernel:
-        return torch.ops.dspark_ext.log_softmax_fwd(logits, None, active)[0].to(real)
+        return torch.ops.dspark_ext.log_softmax_fwd(logits, None, active, order)[0].to(real)
     return reference.row_statistics(logits, real)
 
 

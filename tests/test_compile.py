@@ -27,7 +27,7 @@ def op_arguments(dtype: torch.dtype, target_dtype: torch.dtype) -> dict[str, lis
 
     upstream = torch.tensor(3.0, dtype=f64 if dtype == f64 else f32)
     return {
-        "log_softmax_fwd": [(leaf(), ids, active), (leaf(), ids, None), (draft, None, None)],
+        "log_softmax_fwd": [(leaf(), ids, active), (leaf(), ids, None), (draft, None, None, draft)],
         "l1_distance_fwd": [(draft, target, *known, active), (draft, target, *known, None)],
         "ce_and_l1_fwd": [
             (leaf(), target, ids, active),

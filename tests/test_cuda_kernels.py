@@ -119,6 +119,10 @@ def test_identical_rows_have_no_distance_and_no_gradient(gpu, V, dtype):
         _, _, l1, gradient = OPS.weighted_fwd(draft, target, ids, None, 0 * ones, ones, True)
         what = f"{target.dtype}, at {target.storage_offset()}"
         assert (l1 == 0).all() and (gradient == 0).all(), what
+        # As shards of a vocabulary are compared.
+        known = [OPS.log_softmax_fwd(x, None, None, draft)[0] for x in (draft, target)]
+        assert torch.equal(*known), what
+        assert not OPS.l1_distance_fwd(draft, target, *known, None)[0].any(), what
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)

@@ -125,7 +125,7 @@ def test_rows_refuse_what_they_cannot_describe(emulated_cuda):
 
     def launch(sizes: list[int], strides: list[int]) -> None:
         rows = emulated_cuda.Rows(64, dtype.float32, sizes, strides, 8)
-        emulated_cuda.cuda_log_softmax(rows, 0, 0, 64, 0, 64, 0, 0)
+        emulated_cuda.cuda_log_softmax(rows, rows, 0, 0, 64, 0, 64, 0, 0)
 
     with pytest.raises(ValueError, match="more than 6 independent leading strides"):
         launch([2] * 7, [9 * 4**i for i in range(7)])

@@ -11,6 +11,7 @@ namespace dspark::cuda {
 
 struct LogSoftmaxArgs {
   const Rows* logits;
+  const Rows* order;      // the rows in whose order columns are added up; may be the logits
   const int64_t* ids;     // [N] or null
   const uint8_t* active;  // [N] or null: all
   float* statistics;      // [N, 3]: m, c, T

@@ -134,7 +134,7 @@ void log_softmax(const LogSoftmaxArgs& args, int device, void* cuda_stream) {
   const DeviceGuard guard(device);
   const auto stream = static_cast<Stream>(cuda_stream);
   for_each_group(*args.logits, nullptr, [&](int64_t first, int64_t count) {
-    statistics_of_group({args.logits, args.logits, first, count, args.ids, args.active,
+    statistics_of_group({args.logits, args.order, first, count, args.ids, args.active,
                          args.statistics, -1.f, args.log_prob, args.scratch},
                         stream);
   });

@@ -41,8 +41,8 @@ class Emulated : public Machine {
   void log_softmax(cpu::LogSoftmaxArgs args) override {
     const Memory scratch(cuda::scratch_bytes(*args.logits, nullptr, 0));
     const Declared declared;
-    cuda::log_softmax({args.logits, args.ids, args.active, typed<float>(args.statistics),
-                       typed<float>(args.log_prob), scratch.data()},
+    cuda::log_softmax({args.logits, args.logits, args.ids, args.active,
+                       typed<float>(args.statistics), typed<float>(args.log_prob), scratch.data()},
                       0, nullptr);
   }
   void l1_distance(cpu::L1DistanceArgs args) override {
