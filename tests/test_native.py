@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Callable
 
@@ -25,6 +26,10 @@ __all__ = ["emulated_cuda"]
 
 FUZZ_SECONDS = os.environ.get("DSPARK_NATIVE_FUZZ_SECONDS", "25")
 CLANG = next(filter(None, map(shutil.which, ("clang++", "clang++-14"))), None)
+ARM = shutil.which("aarch64-linux-gnu-g++")
+ARM_EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+NO_WARNING = "-DCMAKE_COMPILE_WARNING_AS_ERROR=ON"
+NO_OPENMP = "-DCMAKE_DISABLE_FIND_PACKAGE_OpenMP=ON"
 
 Build = Callable[..., Path]
 
@@ -164,6 +169,36 @@ def test_valgrind_has_nothing_to_report(build):
     program = build("plain", "native_grid", "")
     # Results and scratch count as uninitialised until a kernel has written them.
     assert_all_right("valgrind", "--quiet", "--error-exitcode=9", program, "small")
+
+
+@pytest.mark.slow
+def test_the_cpu_kernels_are_right_on_an_arm_processor(build):
+    if ARM is None or ARM_EMULATOR is None:
+        pytest.skip("aarch64-linux-gnu-g++ or qemu-aarch64 is not installed")
+    settings = ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64"]
+    # CMake does not look for this interpreter's headers when it builds for another processor.
+    settings += [f"-DPython_INCLUDE_DIR={sysconfig.get_path('include')}"]
+    program = build("arm", "native_grid", "", f"-DCMAKE_CXX_COMPILER={ARM}", NO_WARNING, *settings)
+    command = [ARM, "-print-file-name=libc.so.6"]
+    library = Path(subprocess.run(command, capture_output=True, text=True).stdout.strip())
+    assert_all_right(ARM_EMULATOR, "-L", library.resolve().parent.parent, program, "fast")
+
+
+@pytest.mark.slow
+def test_the_cpu_kernels_are_right_and_clean_compiled_by_clang(build):
+    if CLANG is None:
+        pytest.skip("clang++ is not installed")
+    compiler = f"-DCMAKE_CXX_COMPILER={CLANG}"
+    build("clang_module", "_C", "", compiler, NO_WARNING)
+    program = build("clang", "native_grid", "address,undefined", compiler, NO_WARNING)
+    assert_all_right(program, "fast")
+
+
+@pytest.mark.slow
+def test_the_cpu_kernels_are_right_and_clean_without_openmp(build):
+    build("serial_module", "_C", "", NO_OPENMP, NO_WARNING)
+    program = build("serial", "native_grid", "address,undefined", NO_OPENMP, NO_WARNING)
+    assert_all_right(program, "fast")
 
 
 @pytest.mark.slow

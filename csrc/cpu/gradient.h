@@ -71,7 +71,7 @@ inline void write_chunk(E* out, int64_t size, bool streamed, F&& produce) {
 }
 
 // Streamed stores are weakly ordered; nothing may read or overwrite them before this.
-inline void finish_streaming(bool streamed) {
+inline void finish_streaming([[maybe_unused]] bool streamed) {
 #if defined(__SSE2__)
   if (streamed) _mm_sfence();
 #endif

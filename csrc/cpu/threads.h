@@ -25,7 +25,7 @@ enum class Order { kForward, kBackward };
 // Runs f(chunk, begin, size) for each chunk of a row, on `threads` threads. A sweep that runs
 // against the direction of the one before begins with what that one left in the cache.
 template <class F>
-inline void for_each_chunk(int64_t columns, int threads, Order order, F&& f) {
+inline void for_each_chunk(int64_t columns, [[maybe_unused]] int threads, Order order, F&& f) {
   const int64_t chunks = chunk_count(columns);
   auto run = [&](int64_t chunk) {
     const int64_t begin = chunk * kChunkColumns;
