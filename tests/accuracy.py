@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import NamedTuple, Union
 
@@ -152,3 +153,33 @@ def assert_distances(V: int, pair: Pair, device: Union[str, torch.device] = "cpu
         unknown = 2 * float(row.p[row.unresolved].sum())
         for side, true in zip(sides_i, (below, above)):
             assert abs(side - true) <= tolerance.gradient * true + unknown, rows.regimes[i]
+
+
+def rows_of_few_values(V: int, dtype: torch.dtype) -> LabelledRows:
+    """Rows whose logits repeat one, two or three values, next to a column that has most or all.
+
+    Sums of equal numbers are where rounding drifts: each addition errs in the same direction.
+    """
+    columns = torch.arange(V)
+    kinds = {f"{n} values": (columns % n).float() for n in (1, 2, 3)}
+    kinds |= {f"a peak of {height}": height * (columns == V // 3) for height in (12.0, 40.0)}
+    pairs = list(itertools.permutations(kinds, 2))
+    draft, target = (torch.stack([kinds[pair[i]] for pair in pairs]).to(dtype) for i in (0, 1))
+    ids = torch.full((len(pairs),), V // 3)
+    return LabelledRows(draft, target, ids, tuple(" against ".join(pair) for pair in pairs))
+
+
+def assert_sums_of_few_values_do_not_drift(
+    V: int, dtype: torch.dtype, path: str, device: Union[str, torch.device] = "cpu"
+) -> None:
+    rows = rows_of_few_values(V, dtype)
+    a, b = coefficients(rows, 0.3, 0.7)
+    ce, l1, _ = PATHS[path](rows.to(device), a.to(device), b.to(device))
+    p, q = (torch.softmax(x.double(), -1) for x in (rows.draft, rows.target))
+    expected_l1 = (p - q).abs().sum(-1).tolist()
+    tolerance = TOLERANCES[dtype]
+    for i, where in enumerate(rows.regimes):
+        expected_ce = oracle.cross_entropy(oracle.softmax(rows.draft[i]), V // 3)
+        relative = tolerance.ce if expected_ce >= 1e-3 else tolerance.small_ce
+        assert float(ce[i]) == pytest.approx(expected_ce, rel=relative, abs=0), where
+        assert float(l1[i]) == pytest.approx(expected_l1[i], rel=0, abs=tolerance.l1), where

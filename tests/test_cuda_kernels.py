@@ -16,6 +16,7 @@ from accuracy import (
     assert_accurate,
     assert_distances,
     assert_statistics,
+    assert_sums_of_few_values_do_not_drift,
     bf16,
     f16,
     f32,
@@ -74,6 +75,13 @@ def test_accuracy_of_large_vocabularies(gpu, V, pair, path):
 @pytest.mark.parametrize("V", LARGE)
 def test_accuracy_of_large_vocabularies_in_every_dtype(gpu, V, pair, path):
     assert_accurate(V, pair, path, gpu.device)
+
+
+@pytest.mark.parametrize("path", ["fused", "recompute"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("V", [4007, 4096, 19968, 32003, 61000])
+def test_sums_of_few_values_do_not_drift(gpu, V, dtype, path):
+    assert_sums_of_few_values_do_not_drift(V, dtype, path, gpu.device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)

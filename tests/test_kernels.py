@@ -16,6 +16,7 @@ from accuracy import (
     assert_accurate,
     assert_distances,
     assert_statistics,
+    assert_sums_of_few_values_do_not_drift,
     bf16,
     case,
     f16,
@@ -56,6 +57,13 @@ LEVELS = set(_C.cpu_available_levels().split())
 @pytest.mark.parametrize("V", COLUMNS)
 def test_accuracy_of_values_and_gradients(V, pair, path):
     assert_accurate(V, pair, path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("V", [1637, 2031, 2572, 6319, 49152])
+def test_sums_of_few_values_do_not_drift(V, dtype, path):
+    assert_sums_of_few_values_do_not_drift(V, dtype, path)
 
 
 def test_the_exclusion_rule_leaves_nearly_every_column():

@@ -28,10 +28,10 @@ struct RowStatistics {
   double log_z() const { return ::log1p(m - m + c - 1 + t); }
 };
 
-// Columns that are added up in one go. Sums of stretches are then added to one another: two short
-// chains of fp32 additions in place of a long one, whose rounding errors drift where a row holds
-// few different values, as bfloat16 rows do.
-inline constexpr int64_t kStretchColumns = 512;
+// Columns that are added up in one go, 32 vectors of fp32. Sums of stretches are then added to one
+// another: two short chains of fp32 additions in place of a long one, whose rounding errors drift
+// where a row holds few different values, as bfloat16 rows do.
+inline constexpr int64_t kStretchColumns = 8 * kVectorBytes;
 
 // Runs f(begin, size) for each stretch of a chunk's columns [begin, begin + size).
 template <class F>
@@ -204,8 +204,11 @@ inline RowStatistics combine(const Reader<Real>& reader, const void* row, int64_
   }
   for_each_chunk(columns, 1, Order::kForward, [&](int64_t i, int64_t begin, int64_t size) {
     if (chunks[i].maximum == result.m) {
-      reader.count_maxima(row, begin, size, static_cast<Real>(result.m), exponentials(begin, size),
-                          &result.c, &result.t);
+      const Real* e = exponentials(begin, size);
+      for_each_stretch(begin, size, [&](int64_t j, int64_t stretch) {
+        reader.count_maxima(row, j, stretch, static_cast<Real>(result.m), e + (j - begin),
+                            &result.c, &result.t);
+      });
     } else {
       result.t += chunks[i].sum * ::exp(chunks[i].maximum - result.m);
     }

@@ -49,10 +49,12 @@ __global__ void __launch_bounds__(kSplitThreads)
     load_batch(t, slice, unit, target_aligned, target_batch);
 #pragma unroll
     for (int k = 0; k < kBatchUnits; ++k) {
+      Distance part{};  // of a unit: long chains of fp32 additions drift where numbers repeat
 #pragma unroll
       for (int i = 0; i < kUnitColumns; ++i) {
-        add(mine, p.of(draft_batch[k][i]), q.of(target_batch[k][i]));
+        add(part, p.of(draft_batch[k][i]), q.of(target_batch[k][i]));
       }
+      mine = combine(mine, part);
     }
   }
   for (int64_t i = thread_index(); i < slice.loose; i += kSplitThreads) {

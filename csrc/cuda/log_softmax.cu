@@ -32,15 +32,17 @@ __device__ __forceinline__ void add_columns(Statistics& s,
   const float base = shift(m);
 #pragma unroll
   for (const auto& unit : x) {
+    float t = 0.f;  // of a unit: long chains of fp32 additions drift where numbers repeat
 #pragma unroll
     for (const float value : unit) {
       const float e = exponential(value, base);  // NaN passes the maximum by and arrives here
       if (value == m) {
         s.c += 1.f;
       } else {
-        s.t += e;
+        t += e;
       }
     }
+    s.t += t;
   }
 }
 

@@ -437,11 +437,12 @@ class Worker {
       } else {
         target_exp(shared_unit(target_, unit), q);
       }
+      Distance part{};  // of a unit: long chains of fp32 additions drift where numbers repeat
       float nearest = kInfinity;  // of p and q
 #pragma unroll
       for (int j = 0; j < kUnitColumns; ++j) {
         const float d = fmaf(-q[j], balance.target, e[k][j] * balance.draft);
-        distance.add(e[k][j], d);
+        part.add(e[k][j], d);
         nearest = minimum(nearest, fabsf(d));
         constexpr uint32_t kSign = 0x80000000u;
         e[k][j] = float_of(bits_of(e[k][j]) ^ (bits_of(d) & kSign));
@@ -453,9 +454,10 @@ class Worker {
           if (fmaf(-q[j], balance.target, e[k][j] * balance.draft) != 0.f) continue;
           const int bit = k * kUnitColumns + j;
           ties[bit / kMaskBits] |= 1u << (bit % kMaskBits);
-          distance.tie += e[k][j];
+          part.tie += e[k][j];
         }
       }
+      distance = combine(distance, part);
     }
     distance.l1 *= balance.unit;
     distance.above *= draft_scale;
@@ -510,14 +512,16 @@ class Worker {
 #pragma unroll
     for (int k = 0; k < kOwnUnits; ++k) {
       if (thread_index() + k * kThreads >= units_) break;
+      Others part{0.f, 0.f};
 #pragma unroll
       for (const float value : e[k]) {
         if (value == top) {
-          result.c += 1.f;
+          part.c += 1.f;
         } else {
-          result.t += value;
+          part.t += value;
         }
       }
+      result = combine(result, part);
     }
     return result;
   }
