@@ -183,3 +183,9 @@ def assert_sums_of_few_values_do_not_drift(
         relative = tolerance.ce if expected_ce >= 1e-3 else tolerance.small_ce
         assert float(ce[i]) == pytest.approx(expected_ce, rel=relative, abs=0), where
         assert float(l1[i]) == pytest.approx(expected_l1[i], rel=0, abs=tolerance.l1), where
+
+
+def assert_sums_of_equal_numbers_are_rounded_once(device: Union[str, torch.device] = "cpu") -> None:
+    values = torch.tensor([0.1, 0.3679, 1 / 3, 0.9]).repeat(300_007, 1)
+    total = OPS.ordered_sum(values.to(device)).cpu()
+    assert torch.equal(total, (values[0].double() * len(values)).float())

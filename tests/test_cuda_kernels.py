@@ -16,6 +16,7 @@ from accuracy import (
     assert_accurate,
     assert_distances,
     assert_statistics,
+    assert_sums_of_equal_numbers_are_rounded_once,
     assert_sums_of_few_values_do_not_drift,
     bf16,
     f16,
@@ -470,6 +471,10 @@ def test_ordered_sum_is_a_sum(gpu, shape, dtype):
     error = float((total.cpu().double() - values.double().sum(0)).abs().max())
     assert error <= 4 * torch.finfo(dtype).eps * magnitude
     assert torch.equal(OPS.ordered_sum(values.to(gpu.device)), total)
+
+
+def test_a_sum_of_many_equal_numbers_is_rounded_once(gpu):
+    assert_sums_of_equal_numbers_are_rounded_once(gpu.device)
 
 
 # --- Which path, and what it costs ---------------------------------------------------------------

@@ -16,6 +16,7 @@ from accuracy import (
     assert_accurate,
     assert_distances,
     assert_statistics,
+    assert_sums_of_equal_numbers_are_rounded_once,
     assert_sums_of_few_values_do_not_drift,
     bf16,
     case,
@@ -127,6 +128,10 @@ def test_ordered_sum_adds_in_an_order_of_its_own(shape, dtype):
         assert torch.equal(OPS.ordered_sum(values), total)
     total.sum().backward()
     assert torch.equal(values.grad, torch.ones_like(values))
+
+
+def test_a_sum_of_many_equal_numbers_is_rounded_once():
+    assert_sums_of_equal_numbers_are_rounded_once()
 
 
 # --- Memory layout -------------------------------------------------------------------------------

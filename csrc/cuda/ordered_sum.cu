@@ -1,5 +1,5 @@
-// ordered_sum: sums over the first dimension of [rows, columns], in an order that follows from the
-// shape alone. One block sums one column.
+// ordered_sum: sums over the first dimension of [rows, columns], in double and in an order that
+// follows from the shape alone. One block sums one column.
 #include <runtime.h>
 
 #include <stdexcept>
@@ -12,9 +12,8 @@ namespace {
 
 constexpr int kThreads = 256;
 
-template <class Real>
 struct Partial {
-  Real value;
+  double value;
 };
 
 // Grid: columns.
@@ -22,23 +21,21 @@ template <class Real>
 __global__ void __launch_bounds__(kThreads)
     ordered_sum_kernel(const Real* values, Real* sums, int64_t rows, int64_t columns) {
   const int64_t column = block_x();
-  Partial<Real> mine{0};
+  Partial mine{0.0};
   for (int64_t row = thread_index(); row < rows; row += kThreads) {
-    mine.value += load(values + row * columns + column);
+    mine.value += static_cast<double>(load(values + row * columns + column));
   }
   mine = reduce_block<kThreads>(
-      mine, Partial<Real>{0},
-      [](const Partial<Real>& a, const Partial<Real>& b) {
-        return Partial<Real>{a.value + b.value};
-      },
-      reinterpret_cast<Partial<Real>*>(shared_memory()));
-  if (thread_index() == 0) store(sums + column, mine.value);
+      mine, Partial{0.0},
+      [](const Partial& a, const Partial& b) { return Partial{a.value + b.value}; },
+      reinterpret_cast<Partial*>(shared_memory()));
+  if (thread_index() == 0) store(sums + column, static_cast<Real>(mine.value));
 }
 
 template <class Real>
 void launch_sum(const OrderedSumArgs& args, Stream stream) {
   const Shape shape{static_cast<unsigned>(args.columns), 1, 1, kThreads,
-                    kThreads / kWarp * static_cast<int>(sizeof(Partial<Real>))};
+                    kThreads / kWarp * static_cast<int>(sizeof(Partial))};
   launch("ordered_sum", ordered_sum_kernel<Real>, shape, stream,
          static_cast<const Real*>(args.values), static_cast<Real*>(args.sums), args.rows,
          args.columns);
