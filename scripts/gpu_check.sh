@@ -50,7 +50,8 @@ export DSPARK_CUDA=on CMAKE_ARGS="-DCMAKE_CUDA_ARCHITECTURES=$architecture"
 step build 150 "$python" setup.py build_ext --inplace || exit 1
 
 step tests 120 "$python" -m pytest -q -m "cuda and not slow" -p no:cacheprovider \
-  tests/test_cuda_kernels.py tests/test_cuda_device.py tests/test_linear.py tests/test_check.py
+  tests/test_cuda_kernels.py tests/test_cuda_device.py tests/test_many_rows.py \
+  tests/test_linear.py tests/test_check.py
 if command -v compute-sanitizer > /dev/null; then
   for tool in memcheck racecheck; do
     step "$tool" 45 compute-sanitizer --tool "$tool" --error-exitcode 9 \

@@ -365,6 +365,7 @@ def test_from_hidden_states_ours_takes_less_memory_than_whole_logits():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's
 @pytest.mark.usefixtures("needs_tabulate")
 @pytest.mark.parametrize("start", [[], LINEAR], ids=["logits", "hidden states"])
 def test_the_compiled_contender_agrees(start, tmp_path, capsys):

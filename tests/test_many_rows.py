@@ -8,14 +8,19 @@ nearly certain, where it has equal logits, columns without probability, and a co
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Union
 
 import oracle
 import pytest
 import torch
 from accuracy import PATHS, Pair, bf16, coefficients, f16, f32, pair_name
 from conftest import TOLERANCES
+from gpu import gpu
 from inputs import LabelledRows, generator
 from torch import Tensor
+
+__all__ = ["gpu"]
 
 PAIRS: tuple[Pair, ...] = (
     (bf16, bf16),
@@ -25,17 +30,17 @@ PAIRS: tuple[Pair, ...] = (
     (f32, f16),
     (f16, bf16),
 )
-ROWS_OF_A_BATCH = 2000
+CUDA_PATHS = ("fused", "in_place", "recompute")
 COLUMNS = (2, 3000)
 
 
-def random_rows(seed: int, pair: Pair) -> LabelledRows:
+def random_rows(seed: int, pair: Pair, count: int) -> LabelledRows:
     """A batch of rows, whose number of columns and everything else follow from the seed."""
     random = generator(seed)
 
     def uniform(low: float, high: float) -> Tensor:
         """A number for each row."""
-        return low + (high - low) * torch.rand(ROWS_OF_A_BATCH, 1, generator=random).double()
+        return low + (high - low) * torch.rand(count, 1, generator=random).double()
 
     def share(of_all: float) -> Tensor:
         """So many of the rows, at random."""
@@ -43,16 +48,18 @@ def random_rows(seed: int, pair: Pair) -> LabelledRows:
 
     low, high = map(math.log, COLUMNS)
     V = round(math.exp(low + (high - low) * float(torch.rand((), generator=random))))
-    noise = torch.randn(2, ROWS_OF_A_BATCH, V, generator=random).double()
+    if torch.rand((), generator=random) < 0.5:
+        V += -V % 8  # rows as the row-resident CUDA kernel takes them
+    noise = torch.randn(2, count, V, generator=random).double()
     draft = noise[0] * 10 ** uniform(-2, 1)
     target = draft + noise[1] * 10 ** uniform(-6, 1)
     draft = torch.where(share(0.1), (draft * 2).round() / 2, draft)
     target = torch.where(share(0.1), draft, target)
-    ids = torch.randint(V, (ROWS_OF_A_BATCH, 1), generator=random)
+    ids = torch.randint(V, (count, 1), generator=random)
     confident = torch.zeros_like(draft).scatter_(1, ids, 1.0) * uniform(0, 40)
     draft = torch.where(share(0.2), draft + confident, draft)
     target = torch.where(share(0.2), target + confident, target)
-    without = torch.rand(ROWS_OF_A_BATCH, V, generator=random) < 0.3
+    without = torch.rand(count, V, generator=random) < 0.3
     without.scatter_(1, ids, False)  # a label without probability has an infinite loss
     for x in (draft, target):
         x += torch.where(share(0.2), uniform(-500, 500), torch.zeros(()).double())
@@ -104,15 +111,18 @@ class Expected:
         )
 
 
-def assert_every_row_is_right(seed: int) -> None:
+def assert_every_row_is_right(
+    seed: int, count: int, paths: Sequence[str], device: Union[str, torch.device] = "cpu"
+) -> None:
     pair = PAIRS[seed % len(PAIRS)]
-    path = ("fused", "in_place", "recompute")[seed // len(PAIRS) % 3]
-    rows = random_rows(seed, pair)
+    path = paths[seed // len(PAIRS) % len(paths)]
+    rows = random_rows(seed, pair, count)
     V = rows.draft.shape[1]
     expected = Expected(rows)
-    expected.compare_with_the_oracle(rows, seed % ROWS_OF_A_BATCH)
+    expected.compare_with_the_oracle(rows, seed % count)
     a, b = coefficients(rows, 0.3, 0.7)
-    ce, l1, gradient = PATHS[path](rows, a, b)
+    results = PATHS[path](rows.to(device), a.to(device), b.to(device))
+    ce, l1, gradient = (x.cpu() for x in results)
 
     tolerance = TOLERANCES[pair[0]]
     relative = torch.where(expected.ce >= 1e-3, tolerance.ce, tolerance.small_ce)
@@ -137,13 +147,25 @@ def assert_every_row_is_right(seed: int) -> None:
         assert not where, f"seed={seed} V={V} {pair_name(pair)} {path}: {name} of rows {where[:9]}"
 
 
-@pytest.mark.parametrize("seed", range(18))
+@pytest.mark.parametrize("seed", range(24))
 def test_each_of_thousands_of_random_rows_is_that_of_float64_mathematics(seed):
-    assert_every_row_is_right(seed)
+    assert_every_row_is_right(seed, 2000, tuple(PATHS))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 500, 50))
+@pytest.mark.parametrize("first", range(24, 524, 50))
 def test_each_of_a_million_random_rows_is_that_of_float64_mathematics(first):
-    for seed in range(18 + first, 18 + first + 50):
-        assert_every_row_is_right(seed)
+    for seed in range(first, first + 50):
+        assert_every_row_is_right(seed, 2000, tuple(PATHS))
+
+
+@pytest.mark.parametrize("seed", range(18))
+def test_each_of_a_thousand_random_rows_by_the_cuda_kernels(gpu, seed):
+    assert_every_row_is_right(seed, 60, CUDA_PATHS, gpu.device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(18, 518, 50))
+def test_each_of_a_hundred_thousand_random_rows_by_the_cuda_kernels(gpu, first):
+    for seed in range(first, first + 50):
+        assert_every_row_is_right(seed, 200, CUDA_PATHS, gpu.device)
